@@ -1,0 +1,83 @@
+"""Who the workers are, which of them share a node, and how fast their links are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from weightbridge.errors import UsageError
+
+__all__ = ["Role", "Topology", "Worker"]
+
+
+class Role(str, Enum):
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One process's seat in the job.
+
+    name: stable for the life of the worker, unique in the job: "trainer/0", "engine-a/2".
+    node: name of the machine (or of the part of one that plays a node); workers of one node share memory.
+    engine: for a rollout worker, the engine it belongs to; "" for a trainer. rank: within its side (trainer group or engine).
+    bandwidth: bytes per second of its network link, each direction.
+    """
+
+    name: str
+    role: Role
+    node: str
+    rank: int
+    engine: str = ""
+    bandwidth: float = 1.25e9
+
+    def __post_init__(self) -> None:
+        if (self.role is Role.ROLLOUT) != bool(self.engine):
+            raise UsageError(f"worker {self.name!r}: a rollout worker has an engine name and a trainer has none")
+        if self.bandwidth <= 0:
+            raise UsageError(f"worker {self.name!r}: bandwidth must be positive, got {self.bandwidth}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """workers: trainers and rollouts, in a fixed order that numbers them.
+
+    node_bandwidth: (node name, bytes per second each direction) where the node's link is narrower than the sum of its
+    workers' links.
+    """
+
+    workers: tuple[Worker, ...]
+    node_bandwidth: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [w.name for w in self.workers]
+        if len(set(names)) != len(names):
+            raise UsageError(f"worker names must be unique, got {sorted(n for n in names if names.count(n) > 1)} twice")
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {w.name: i for i, w in enumerate(self.workers)}
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Node names in order of first appearance."""
+        return tuple(dict.fromkeys(w.node for w in self.workers))
+
+    @cached_property
+    def trainers(self) -> tuple[int, ...]:
+        return tuple(i for i, w in enumerate(self.workers) if w.role is Role.TRAINER)
+
+    @cached_property
+    def rollouts(self) -> tuple[int, ...]:
+        return tuple(i for i, w in enumerate(self.workers) if w.role is Role.ROLLOUT)
+
+    def on_node(self, node: str, role: Role | None = None) -> tuple[int, ...]:
+        """Workers of a node, of one role or of both."""
+        return tuple(i for i, w in enumerate(self.workers) if w.node == node and (role is None or w.role is role))
+
+    def bandwidth_of_node(self, node: str, role: Role) -> float:
+        """Network bytes per second of a node in one direction: its workers' links of that role, capped by the node's own."""
+        total = sum(self.workers[i].bandwidth for i in self.on_node(node, role))
+        return min(total, dict(self.node_bandwidth).get(node, total))
