@@ -10,7 +10,7 @@ row-major in checkpoint coordinates. Workers are integers, positions in `Topolog
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from weightbridge.plan.topology import Topology
 
-__all__ = ["HOP", "ROUTE", "STAGES", "AtomTable", "Bounds", "Plan", "ReplicaClass"]
+__all__ = ["HOP", "ROUTE", "STAGES", "AtomTable", "Bounds", "Plan", "ReplicaClass", "with_rounds"]
 
 STAGES: tuple[str, ...] = ("receive", "exchange")
 """Stages that move bytes into a slot of their own, in order: trainer -> first worker, worker -> its counterparts on
@@ -29,6 +29,8 @@ ROUTE = np.dtype([("class_id", "<i8"), ("lo", "<i8"), ("hi", "<i8"), ("sender", 
 
 HOP = np.dtype([("route", "<i8"), ("stage", "<i8"), ("src", "<i8"), ("dst", "<i8")])
 """A further copy of a whole route: from worker `src`, which has it from an earlier stage, to `dst`, in `STAGES[stage]`."""
+
+_GOLDEN = 2654435769  # 2**32 / golden ratio: its multiples spread most evenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Bounds:
 
     t_min: the paper's, max(M / B_T, max_v M_v / B_v). link_bound: optimum of the routing LP, no plan of this kind beats
     it. busiest_link: what this plan's busiest link takes. dual: the LP's dual solution, the certificate of `link_bound`
-    (one multiplier per row, in the order `plan/routing.py` documents).
+    (one multiplier per row, in the order `plan/bound.py` documents).
     """
 
     t_min_seconds: float
@@ -98,16 +100,24 @@ class Plan:
 
     def part(self, route: int, round_: int) -> tuple[int, int]:
         """Bytes [lo, hi) of the class stream that `route` carries in round `round_`; may be empty."""
-        lo, hi = int(self.routes["lo"][route]), int(self.routes["hi"][route])
-        return self._cut(lo, hi, round_), self._cut(lo, hi, round_ + 1)
+        cuts = self.cuts(range(round_, round_ + 2), routes=slice(route, route + 1))
+        return int(cuts[0, 0]), int(cuts[1, 0])
 
-    def _cut(self, lo: int, hi: int, k: int) -> int:
-        if k <= 0:
-            return lo
-        if k >= self.rounds:
-            return hi
-        at = lo + (hi - lo) * k // self.rounds
-        return max(lo, at - at % self.alignment)
+    def cuts(self, rounds: range, *, routes: slice = slice(None)) -> npt.NDArray[np.int64]:
+        """[len(rounds), num_routes] stream offsets at which each of `routes` enters round k: part k is cuts k to k + 1.
+
+        A route is counted in units of `alignment`, and the units are dealt to the rounds as evenly as whole units allow.
+        Where they do not come out even, each route starts at another phase (multiples of the golden ratio), so that the
+        many routes of a few units do not all fall into the same round.
+        """
+        lo, hi = self.routes["lo"][routes], self.routes["hi"][routes]
+        units = -(-(hi - lo) // self.alignment)
+        ids = np.arange(len(self.routes), dtype=np.int64)[routes]
+        phase = ((ids * _GOLDEN & 0xFFFFFFFF) * self.rounds) >> 32
+        k = np.clip(np.asarray(rounds, dtype=np.int64), 0, self.rounds)[:, None]
+        at = lo + (units * k + phase) // self.rounds * self.alignment
+        found: npt.NDArray[np.int64] = np.minimum(at, hi)
+        return found
 
     @cached_property
     def digest(self) -> str:
@@ -119,3 +129,8 @@ class Plan:
         for column in (a.tensor, a.start, a.step, a.count, a.class_id, a.stream_offset, self.routes, self.hops):
             h.update(np.ascontiguousarray(column).tobytes())
         return h.hexdigest()
+
+
+def with_rounds(plan: Plan, rounds: int) -> Plan:
+    """The same routes cut into another number of rounds."""
+    return replace(plan, rounds=rounds)

@@ -38,6 +38,7 @@ class Worker:
             raise UsageError(f"worker {self.name!r}: a rollout worker has an engine name and a trainer has none")
         if self.bandwidth <= 0:
             raise UsageError(f"worker {self.name!r}: bandwidth must be positive, got {self.bandwidth}")
+        object.__setattr__(self, "bandwidth", float(self.bandwidth))  # digests print it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,10 @@ class Topology:
         names = [w.name for w in self.workers]
         if len(set(names)) != len(names):
             raise UsageError(f"worker names must be unique, got {sorted(n for n in names if names.count(n) > 1)} twice")
+        for node, bandwidth in self.node_bandwidth:
+            if bandwidth <= 0:
+                raise UsageError(f"node {node!r}: bandwidth must be positive, got {bandwidth}")
+        object.__setattr__(self, "node_bandwidth", tuple((node, float(rate)) for node, rate in self.node_bandwidth))
 
     @cached_property
     def index(self) -> dict[str, int]:

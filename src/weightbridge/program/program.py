@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DESCRIPTOR", "MAX_AXES", "SEGMENT", "Assemble", "Await", "Post", "Round", "SlotSpec", "WorkerProgram", "Op"]
+__all__ = ["DESCRIPTOR", "MAX_AXES", "SEGMENT", "Assemble", "Await", "Op", "Post", "Round", "SlotSpec", "WorkerProgram"]
 
 MAX_AXES = 6
 

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# bench.sh PYTHON [NAME]: runs benchmarks/NAME.py, or all of them one after the other.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python="$1"
+shift
+if [ $# -gt 0 ]; then
+    name="$1"
+    shift
+    if [ ! -f "benchmarks/$name.py" ]; then
+        echo "no benchmark $name; there are: $(cd benchmarks 2>/dev/null && ls ./*.py | sed 's,^\./,,; s,\.py$,,' | tr '\n' ' ')" >&2
+        exit 2
+    fi
+    exec "$python" "benchmarks/$name.py" "$@"
+fi
+for file in benchmarks/[!_]*.py; do
+    echo "== $file"
+    "$python" "$file"
+done

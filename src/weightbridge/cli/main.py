@@ -1,0 +1,148 @@
+"""The `weightbridge` command: options in, one message and an exit status out.
+
+Exit status 0: done; 1: it failed; 2: it was asked wrongly. A failure is one message that names the thing, what was
+expected and found, and what to do; `--debug` adds the stack traces.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from weightbridge import __version__
+from weightbridge.cli.demo.config import Fault, parse_fault
+from weightbridge.cli.demo.display import Display
+from weightbridge.cli.demo.document import failure_document, result_document
+from weightbridge.cli.demo.launcher import DemoOptions, WorkersFailed, run_demo
+from weightbridge.errors import UsageError, WeightBridgeError
+
+__all__ = ["app", "main"]
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="weightbridge",
+    help="Moves updated model weights from trainer workers to rollout engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="A dense Llama- or Qwen-style model folder. Without it SmolLM2-135M-Instruct is fetched once."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Training steps, each sent as one version.")] = 3,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, full fine-tuning in fp32.")] = 3e-5,
+    prompt: Annotated[str, typer.Option(help="What the engines are asked.")] = DemoOptions.prompt,
+    answer: Annotated[str, typer.Option(help="What the trainers teach.")] = DemoOptions.answer,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 12,
+    bandwidth: Annotated[float, typer.Option(help="Nominal Gbit/s of each worker's link, for T_min.")] = 10.0,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Workers of the first engine; by default 3 or 2, whichever divides the model.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Control port on loopback; by default a free one.")] = None,
+    slot_mib: Annotated[int, typer.Option(help="Transfer buffer of a worker, MiB per slot.")] = 32,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds for all sides to connect.")] = 120.0,
+    update_timeout: Annotated[float, typer.Option(help="Seconds for one update.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout; text goes to stderr.")] = False,
+    debug: Annotated[bool, typer.Option(help="Show stack traces of failures.")] = False,
+    fail: Annotated[
+        str | None, typer.Option(hidden=True, help="For tests: kill:WORKER@version=N[,after=SECONDS].")
+    ] = None,
+    engine_missing: Annotated[str, typer.Option(hidden=True, help="For tests: an engine that never comes.")] = "",
+    loader_wants: Annotated[str, typer.Option(hidden=True, help="For tests: a tensor the loader insists on.")] = "",
+) -> None:
+    """Train real weights, send every version to two rollout engines while they generate, and prove the result."""
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        options = DemoOptions(
+            checkpoint=checkpoint,
+            steps=steps,
+            learning_rate=learning_rate,
+            prompt=prompt,
+            answer=answer,
+            max_new_tokens=max_new_tokens,
+            bandwidth_gbit=bandwidth,
+            tensor_parallel=tensor_parallel,
+            port=port,
+            slot_mib=slot_mib,
+            connect_timeout_seconds=connect_timeout,
+            update_timeout_seconds=update_timeout,
+            debug=debug,
+            fault=_fault(fail),
+            engine_missing=engine_missing,
+            loader_wants=loader_wants,
+        )
+        with Display(console) as display:
+            result = run_demo(options, display)
+    except WeightBridgeError as error:
+        raise typer.Exit(_report_failure(console, error, as_json=as_json, debug=debug)) from None
+    except KeyboardInterrupt:
+        console.print("interrupted; every process of the demo has ended")
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        typer.echo(json.dumps(result_document(result), indent=2, ensure_ascii=False))
+    if not result.verdict.passed:
+        raise typer.Exit(FAILURE)
+
+
+def _fault(text: str | None) -> Fault | None:
+    return None if text is None else parse_fault(text)
+
+
+def _as_interrupt(_signum: int, _frame: FrameType | None) -> None:
+    """Make SIGTERM unwind like Ctrl-C, so that the workers end with the launcher."""
+    raise KeyboardInterrupt
+
+
+def _report_failure(console: Console, error: WeightBridgeError, *, as_json: bool, debug: bool) -> int:
+    """One message on stderr, with --json a document on stdout; returns the exit status."""
+    status = USAGE if isinstance(error, UsageError) or getattr(error, "usage", False) else FAILURE
+    lines = [f"[bold red]error:[/] {escape(error.message)}"]
+    if isinstance(error, WorkersFailed):
+        lines += [f"  {escape(f'{worker}: {cause}')}" for worker, cause in error.causes.items()]
+        lines.append(f"  the workers' logs are in {escape(error.log_dir)}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    if debug:
+        for worker, text in getattr(error, "tracebacks", {}).items():
+            console.print(f"{worker}:\n{text}", markup=False, highlight=False, soft_wrap=True)
+        console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(failure_document(error, status), indent=2, ensure_ascii=False))
+    return status
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""From a failure told by the hub to the exception a caller sees."""
+
+from __future__ import annotations
+
+from weightbridge import errors
+from weightbridge.machine import messages as w
+
+__all__ = ["failure_to_error", "kind_of"]
+
+
+def kind_of(error: BaseException) -> str:
+    """The name under which an error travels: a class of errors.py, or InternalError for anything else."""
+    name = type(error).__name__
+    return name if name in errors.__all__ else "InternalError"
+
+
+def failure_to_error(failure: w.Failure, *, me: str) -> errors.WeightBridgeError:
+    """What every API call on worker `me` raises from now on. Always has `.causes`: worker name -> what happened."""
+    causes = dict(failure.causes)
+    told = "; ".join(f"{name}: {cause}" for name, cause in causes.items())
+    if failure.poisoned:
+        return errors.IncompleteUpdateError(
+            f"version {failure.version} did not arrive whole: {told}. Engines {', '.join(failure.poisoned)} hold a mixture of "
+            "versions: do not serve from them until a full update has succeeded",
+            version=failure.version, causes=causes, poisoned=tuple(failure.poisoned),
+        )  # fmt: skip
+    if failure.kind == "TransferTimeout":
+        return errors.TransferTimeout(f"gave up waiting: {told}", waiting_for=tuple(causes), causes=causes)
+    cls = getattr(errors, failure.kind, errors.WorkerError) if failure.kind in errors.__all__ else errors.InternalError
+    own = set(causes) == {me}
+    return cls(told if not own else causes[me], causes=causes)  # type: ignore[no-any-return]

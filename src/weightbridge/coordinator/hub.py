@@ -1,0 +1,160 @@
+"""The hub: the I/O shell of the session machine. One thread in the process of trainer rank 0.
+
+Wire form on the ZeroMQ ROUTER: one byte says what a frame is, then: b"H" nonce (dialler's hello), b"C" nonce (hub's answer),
+b"M" sealed message, b"X" (hub could not authenticate the dialler).
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import zmq
+
+from weightbridge.checkpoint import CheckpointSpec
+from weightbridge.coordinator.channel import NONCE_BYTES, Channel
+from weightbridge.coordinator.options import Options
+from weightbridge.coordinator.planning import Planned, plan_job
+from weightbridge.errors import ConnectError, TransportError, WeightBridgeError
+from weightbridge.machine import messages as w
+from weightbridge.machine import session as s
+
+__all__ = ["Hub"]
+
+_TICK_SECONDS = 0.05
+_LINGER_MS = 2000
+
+
+class Hub:
+    """Gathers the workers of a job and takes them through connect and updates. Started by SenderAdapter on rank 0."""
+
+    def __init__(self, *, endpoint: str, spec: CheckpointSpec, num_trainers: int, engines: Sequence[str], options: Options) -> None:
+        """Binds the endpoint. Raises ConnectError when it is taken or no address of this machine."""
+        self._spec = spec
+        self._options = options
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, w.MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(0)
+            raise ConnectError(
+                f"cannot listen on {endpoint}: {error.strerror or error}; another session may use the port: "
+                "choose a free one or end that session",
+                endpoint=endpoint,
+            ) from None
+        timeouts = s.SessionTimeouts(
+            connect=options.connect_timeout_seconds,
+            update=options.update_timeout_seconds,
+            heartbeat=options.heartbeat_timeout_seconds,
+        )
+        self._machine = s.SessionMachine(
+            session=secrets.randbits(60), spec_digest=spec.digest, num_trainers=num_trainers, engines=engines,
+            timeouts=timeouts, now=time.monotonic(),
+        )  # fmt: skip
+        self._channels: dict[bytes, Channel] = {}
+        self._workers: dict[bytes, str] = {}
+        self._connections: dict[str, bytes] = {}
+        self._done: queue.SimpleQueue[s.SessionEvent] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._next_heartbeat = 0.0
+        self.planned: Planned | None = None
+        self._thread = threading.Thread(target=self._run, name="wb-hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Flush what is still to be said, within two seconds, and end the thread."""
+        self._stopping.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if self._socket.poll(int(_TICK_SECONDS * 1000)):
+                    self._drain()
+                with suppress(queue.Empty):
+                    while True:
+                        self._handle(self._done.get_nowait())
+                self._handle(s.Tick())
+                if time.monotonic() >= self._next_heartbeat:
+                    self._next_heartbeat = time.monotonic() + self._options.heartbeat_seconds
+                    for connection in self._workers:
+                        self._send(connection, w.Heartbeat())
+            self._drain()
+        finally:
+            self._socket.close(_LINGER_MS)
+
+    def _drain(self) -> None:
+        """Everything that has come in. A frame that is not understood costs its sender the answer and nobody else."""
+        with suppress(zmq.Again):
+            while True:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                if len(parts) == 2:
+                    self._frame(parts[0], parts[1])
+
+    def _frame(self, connection: bytes, frame: bytes) -> None:
+        kind, body = frame[:1], frame[1:]
+        if kind == b"H" and len(body) == NONCE_BYTES:
+            if connection in self._workers:
+                return  # an admitted connection never starts over: its nonces are spent
+            nonce = Channel.nonce()
+            self._channels[connection] = Channel(
+                token=self._options.token, dialler_nonce=body, hub_nonce=nonce, is_hub=True
+            )
+            self._socket.send_multipart([connection, b"C" + nonce])
+        elif kind == b"M" and connection in self._channels:
+            try:
+                message = w.decode(self._channels[connection].open(body))
+            except TransportError:
+                if connection not in self._workers:
+                    del self._channels[connection]
+                    self._socket.send_multipart([connection, b"X"])
+                return
+            self._message(connection, message)
+
+    def _message(self, connection: bytes, message: w.Message) -> None:
+        worker = self._workers.get(connection)
+        if worker is not None:
+            self._handle(s.Received(worker, message))
+        elif isinstance(message, w.Join):
+            self._handle(s.Joining(connection, message))
+
+    def _handle(self, event: s.SessionEvent) -> None:
+        for instruction in self._machine.handle(event, time.monotonic()):
+            match instruction:
+                case s.Send(worker=worker, message=message):
+                    self._send(self._connections[worker], message)
+                case s.Admit(connection=connection, worker=worker, message=welcome):
+                    self._workers[connection] = worker
+                    self._connections[worker] = connection
+                    self._send(connection, welcome)
+                case s.Refuse(connection=connection, message=rejected):
+                    self._send(connection, rejected)
+                case s.MakePlan():
+                    plan = _in_thread(lambda i=instruction: self._plan(i))
+                    plan.start()
+
+    def _plan(self, request: s.MakePlan) -> None:
+        """On a thread of its own: heartbeats go on meanwhile."""
+        try:
+            self.planned = plan_job(self._spec, request, self._options)
+            self._done.put(s.PlanMade(self.planned.wire, self.planned.plan.digest))
+        except WeightBridgeError as error:
+            self._done.put(s.PlanRefused(type(error).__name__, error.message))
+        except Exception as error:  # our defect; the job must still hear of it
+            self._done.put(s.PlanRefused("InternalError", f"planning failed: {type(error).__name__}: {error}"))
+
+    def _send(self, connection: bytes, message: w.Message) -> None:
+        with suppress(zmq.Again):
+            sealed = self._channels[connection].seal(w.encode(message))
+            self._socket.send_multipart([connection, b"M" + sealed], zmq.NOBLOCK)
+
+
+def _in_thread(work: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=work, name="wb-planner", daemon=True)

@@ -1,0 +1,101 @@
+"""What a user may set, with the defaults that suit most jobs."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+from urllib.parse import urlsplit
+
+from weightbridge.errors import UsageError
+
+__all__ = ["Group", "Options", "check_endpoint", "rank_and_size"]
+
+
+@runtime_checkable
+class Group(Protocol):
+    """What is asked of a communication handle: a torch ProcessGroup of any backend has it."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of one adapter. All workers of a job should use the same.
+
+    token: shared secret; needed as soon as anything but loopback is used. Never logged.
+    data_host: address this worker's data connections listen on; peers dial it.
+    bandwidth: bytes per second of this worker's network link, each direction; the planner balances by it.
+    slot_bytes: memory of one slot; a worker holds two per direction.
+    window: polls an engine worker may still make after it is asked for an update, W of the step agreement.
+    idle_install: let the control thread install when the engine is idle; the engine must then hold `ReceiverAdapter.step()`
+        whenever it reads its weights.
+    kernels: "native", "reference", or None for the best that works here.
+    expected_untouched, expected_unused: live tensors the loader need not write, checkpoint tensors nobody need take.
+    connect_timeout_seconds: for everybody to join, and again for each phase of connecting. update_timeout_seconds: for one
+        version. heartbeat_timeout_seconds: silence after which a worker counts as lost.
+    codec: how segments travel; "identity" is dense.
+    """
+
+    token: bytes = b""
+    data_host: str = "127.0.0.1"
+    bandwidth: float = 1.25e9
+    slot_bytes: int = 32 << 20
+    window: int = 4
+    idle_install: bool = False
+    kernels: str | None = None
+    expected_untouched: frozenset[str] = frozenset()
+    expected_unused: frozenset[str] = frozenset()
+    backup_weights: bool = True
+    connect_timeout_seconds: float = 300.0
+    update_timeout_seconds: float = 120.0
+    heartbeat_seconds: float = 1.0
+    heartbeat_timeout_seconds: float = 15.0
+    codec: str = "identity"
+
+    def __post_init__(self) -> None:
+        positive = ("bandwidth", "slot_bytes", "connect_timeout_seconds", "update_timeout_seconds", "heartbeat_seconds")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise UsageError(f"option {name} must be positive, got {getattr(self, name)}")
+        if self.window < 1:
+            raise UsageError(f"option window must be at least 1, got {self.window}")
+        if self.heartbeat_timeout_seconds <= 2 * self.heartbeat_seconds:
+            raise UsageError(
+                f"option heartbeat_timeout_seconds ({self.heartbeat_timeout_seconds}) must exceed twice heartbeat_seconds "
+                f"({self.heartbeat_seconds})"
+            )
+
+
+def rank_and_size(group: Group | tuple[int, int] | None) -> tuple[int, int]:
+    """Rank and size of a worker among its side: of a torch process group, of a (rank, size) pair, or (0, 1) for None."""
+    if group is None:
+        return 0, 1
+    rank, size = (group.rank(), group.size()) if isinstance(group, Group) else group
+    if not 0 <= rank < size:
+        raise UsageError(f"group: rank {rank} is not within size {size}; every worker of a side needs its own rank")
+    return rank, size
+
+
+def check_endpoint(endpoint: str, token: bytes) -> None:
+    """Refuse an endpoint that is malformed, or that leaves this machine without a token. Raises UsageError."""
+    parts = urlsplit(endpoint)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None:
+        raise UsageError(f"endpoint {endpoint!r} is not of the form tcp://HOST:PORT, for example tcp://127.0.0.1:29700")
+    if not token and not _is_loopback(parts.hostname):
+        raise UsageError(f"endpoint {endpoint!r} leaves this machine and no token is set; give every worker the same Options(token=...)")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(info[4][0]).split("%")[0]).is_loopback for info in found)

@@ -1,0 +1,165 @@
+"""SenderAdapter: what a trainer worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from weightbridge.checkpoint import CheckpointSpec
+from weightbridge.coordinator.hub import Hub
+from weightbridge.coordinator.options import Group, Options, check_endpoint, rank_and_size
+from weightbridge.coordinator.seat import LoadWeights, Seat, Tensors, seconds_since_epoch
+from weightbridge.errors import UsageError
+from weightbridge.plan import Plan, PlanFacts
+
+__all__ = ["SenderAdapter", "UpdateHandle", "UpdateReport"]
+
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """How one version went, the same on every trainer.
+
+    ewtt_seconds: from the first worker that stopped computing to the last that resumed. agst_seconds: total stall of all
+    workers over their number. network_bytes: worker -> (sent, received) between nodes, counted by the kernel.
+    engines: engine -> its state afterwards.
+    """
+
+    version: int
+    ewtt_seconds: float
+    agst_seconds: float
+    network_bytes: Mapping[str, tuple[int, int]]
+    engines: Mapping[str, str]
+
+
+class UpdateHandle:
+    """A version under way."""
+
+    def __init__(self, seat: Seat, version: int) -> None:
+        self._seat = seat
+        self.version = version
+
+    def wait(self, timeout_seconds: float | None = None) -> UpdateReport:
+        """Block until every engine serves the version. Default time-out: Options.update_timeout_seconds.
+
+        Raises WorkerError, IncompleteUpdateError or TransferTimeout; each names who failed in `.causes`.
+        """
+        limit = self._seat.options.update_timeout_seconds + _GRACE_SECONDS if timeout_seconds is None else timeout_seconds
+        version = self.version
+        self._seat.wait_for(
+            lambda s: s.report is not None and s.report.version >= version, f"the end of version {version}", limit
+        )
+        report = self._seat.state.report
+        if report is None or report.version != version:
+            raise UsageError(f"the report of version {version} is gone: a later version has been sent since; wait before sending")
+        return UpdateReport(
+            version=version,
+            ewtt_seconds=report.ewtt_seconds,
+            agst_seconds=report.agst_seconds,
+            network_bytes=MappingProxyType(dict(report.network_bytes)),
+            engines=MappingProxyType(dict(report.engines)),
+        )
+
+
+class SenderAdapter:
+    """One trainer worker's end. All methods are collective over the trainer workers; rank 0 hosts the session."""
+
+    def __init__(
+        self, *, group: Group | tuple[int, int] | None, endpoint: str, checkpoint: CheckpointSpec, load_weights: LoadWeights,
+        tensors: Tensors, engines: Sequence[str], node: str = "trainers", options: Options | None = None,
+    ) -> None:  # fmt: skip
+        """group: a torch process group of the trainers (any backend), or (rank, size); asked for nothing else.
+
+        endpoint: "tcp://HOST:PORT" where rank 0 listens; the same on every worker of the job. load_weights: takes an
+        iterable of (checkpoint name, full tensor) and puts the values where this worker keeps them; used at connect
+        only, to learn the layout. tensors: the live tensors by name, asked again for each update. engines: names of the
+        engines that have to join. node: name of this machine; workers that give the same name share memory.
+        """
+        self._options = options or Options()
+        check_endpoint(endpoint, self._options.token)
+        if not engines or len(set(engines)) != len(engines):
+            raise UsageError(f"engines must name each rollout engine once, got {list(engines)}")
+        self._rank, self._size = rank_and_size(group)
+        self._endpoint = endpoint
+        self._engines = tuple(engines)
+        self._checkpoint = checkpoint
+        self._load_weights = load_weights
+        self._tensors = tensors
+        self._node = node
+        self._hub: Hub | None = None
+        self._seat: Seat | None = None
+        self._connected = False
+        self._sent = -1
+        self._closed = False
+
+    def connect(self) -> None:
+        """Find the engines, learn every layout, plan, connect. Blocks; call it once, on every trainer worker.
+
+        Raises ConnectError (port in use, wrong token), TransferTimeout (an engine never came; it is named), ProbeError,
+        CoverageError, InfeasibleError.
+        """
+        if self._seat is not None:
+            raise UsageError("connect() was called before; one adapter serves one session")
+        if self._rank == 0:
+            self._hub = Hub(
+                endpoint=self._endpoint, spec=self._checkpoint, num_trainers=self._size, engines=self._engines,
+                options=self._options,
+            )  # fmt: skip
+        self._seat = Seat(
+            role="trainer", engine="", rank=self._rank, size=self._size, node=self._node, endpoint=self._endpoint,
+            checkpoint=self._checkpoint, load_weights=self._load_weights, tensors=self._tensors, options=self._options,
+        )  # fmt: skip
+        self._seat.start()
+        self._seat.run_probe()
+        limit = 5 * self._options.connect_timeout_seconds + _GRACE_SECONDS  # one for each phase; the hub's deadlines come first
+        self._seat.wait_for(lambda s: s.ready, "the session to be ready", limit)
+        self._connected = True
+
+    def send_weights(self, version: int, *, blocking: bool = True) -> UpdateHandle:
+        """Send the weights as they are now to every engine. Collective over the trainer workers.
+
+        With `blocking` it returns when this worker's weights have left and may change; without, at once, and the weights
+        must not change before `handle.wait()` has returned. Versions only grow. A version still in flight is waited
+        for first, so nothing queues up. Raises as UpdateHandle.wait.
+        """
+        seat = self._connected_seat()
+        if version <= self._sent:
+            raise UsageError(f"send_weights({version}): versions only grow, and {self._sent} was sent before")
+        limit = self._options.update_timeout_seconds + _GRACE_SECONDS
+        if self._sent >= 0:
+            UpdateHandle(seat, self._sent).wait()
+        seat.check()
+        seat.stalled_at = seconds_since_epoch()
+        seat.bind_live()
+        self._sent = version
+        seat.announce(version)
+        if blocking:
+            seat.wait_for(lambda s: s.begun[0] == version and s.released, f"version {version} to leave", 2 * limit)
+        return UpdateHandle(seat, version)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, on every trainer; None before connect."""
+        return self._seat.progress.plan if self._seat is not None else None
+
+    @property
+    def plan_facts(self) -> PlanFacts | None:
+        """What the verifier counted in the plan; on rank 0 only, None elsewhere and before connect."""
+        return self._hub.planned.facts if self._hub is not None and self._hub.planned is not None else None
+
+    def close(self) -> None:
+        """Leave the session. Engines keep the weights they have. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._seat is not None:
+            self._seat.close()
+        if self._hub is not None:
+            self._hub.close()
+
+    def _connected_seat(self) -> Seat:
+        if self._seat is None or not self._connected or self._closed:
+            raise UsageError("send_weights() needs a connected adapter: call connect() on every trainer worker first")
+        return self._seat

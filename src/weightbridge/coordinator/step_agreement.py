@@ -1,0 +1,143 @@
+"""An engine worker's part in agreeing on a step: the shell around `machine.AgreementMember`.
+
+The machine runs on the control thread. The polling thread only meets it at the gate, in `wait_at_gate`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from weightbridge.coordinator.gate import Gate
+from weightbridge.errors import TransferTimeout
+from weightbridge.machine import agreement as a
+from weightbridge.machine import messages as w
+
+__all__ = ["StepAgreement"]
+
+
+class StepAgreement:
+    """Methods say which thread calls them."""
+
+    def __init__(
+        self, *, window: int, idle_install: bool, changed: threading.Condition,
+        post: Callable[[w.Message], None], install_idle: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """changed: guards what the polling thread waits for. install_idle: called on a thread of its own to install under
+        the step lock; it must end with `done` being called on the control thread."""
+        self.gate = Gate()
+        self.step_lock = threading.Lock()
+        self._member = a.AgreementMember(window)
+        self._idle_install = idle_install
+        self._changed = changed
+        self._post = post
+        self._install_idle = install_idle
+        self._install: int | None = None  # request to install on the polling thread; guarded by _changed
+        self._connect_requests: set[int] = set()
+        self._idle_thread: threading.Thread | None = None
+
+    # --- on the polling thread ----------------------------------------------------------------------------------------------
+
+    def wait_at_gate(self, count: int, check: Callable[[], None], seconds: float) -> int | None:
+        """Poll number `count` met the gate and has been reported. The request to install, or None: go on.
+
+        check: raises what has ended the session. Raises TransferTimeout when no decision came.
+        """
+        give_up = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                check()
+                if self._install is not None:
+                    request, self._install = self._install, None
+                    return request
+                if count < self.gate.gate:
+                    return None
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    raise TransferTimeout(
+                        f"an engine worker waited {seconds:.0f} s at poll {count} for the decision on the step to install at; "
+                        "look at the process of trainer rank 0, which hosts the session",
+                        waiting_for=("trainer/0",), seconds=seconds,
+                    )  # fmt: skip
+                self._changed.wait(left)
+
+    def is_connect(self, request: int) -> bool:
+        """Any thread: whether a request is for probing rather than for an update."""
+        return request in self._connect_requests
+
+    # --- on the control thread ----------------------------------------------------------------------------------------------
+
+    def hear(self, message: w.Message) -> None:
+        """A word of the hub about the agreement; anything else is ignored."""
+        match message:
+            case w.Propose(request=request, connect=connect):
+                if connect:
+                    self._connect_requests.add(request)
+                self._feed(a.Proposed(request))
+            case w.Commit(request=request, target=target):
+                self._feed(a.Committed(request, target))
+            case w.InstallNow(request=request):
+                self._feed(a.InstallAllowed(request))
+            case w.AskIdle(request=request, attempt=attempt):
+                self._feed(a.IdleAsked(request, attempt))
+            case w.IdleInstall(request=request, attempt=attempt):
+                self._feed(a.IdleInstall(request, attempt))
+            case w.IdleRelease(request=request, attempt=attempt):
+                self._feed(a.IdleReleased(request, attempt))
+            case w.StopRequest(request=request):
+                self._feed(a.Aborted(request))
+
+    def reached(self, count: int) -> None:
+        self._feed(a.Reached(count))
+
+    def done(self, request: int) -> None:
+        self._feed(a.InstallDone(request))
+
+    def end(self) -> None:
+        """The session has failed: let go of everything, and make every later poll stop and look."""
+        if self._member.request:
+            self._feed(a.Aborted(self._member.request))
+        self._write_gate(0)
+
+    def _feed(self, event: a.MemberEvent) -> None:
+        for instruction in self._member.handle(event):
+            match instruction:
+                case a.ReadCount():
+                    self._feed(a.CountRead(self.gate.count))
+                case a.WriteGate(value=value):
+                    self._write_gate(value)
+                case a.TryLock():
+                    held = self._idle_install and self.step_lock.acquire(blocking=False)
+                    self._feed(a.LockTried(held, self.gate.count))
+                case a.ReleaseLock():
+                    self.step_lock.release()
+                case a.Install(request=request, idle=idle):
+                    self._begin_install(request, idle)
+                case a.CancelInstall():
+                    with self._changed:
+                        self._install = None
+                case a.SendPromise(request=request, bound=bound):
+                    self._post(w.Promise(request=request, bound=bound))
+                case a.SendIdle(request=request, attempt=attempt, held=held, count=count):
+                    self._post(w.IdleAnswer(request=request, attempt=attempt, held=held, count=count))
+                case a.SendParked(request=request):
+                    self._post(w.Parked(request=request))
+                case a.SendInstalled(request=request):
+                    self._post(w.Installed(request=request))
+                case a.SendAborted(request=request):
+                    self._post(w.Stopped(request=request))
+
+    def _begin_install(self, request: int, idle: bool) -> None:
+        if idle:
+            self._idle_thread = threading.Thread(target=self._install_idle, args=(request,), name="wb-idle-install", daemon=True)
+            self._idle_thread.start()
+            return
+        with self._changed:
+            self._install = request
+            self._changed.notify_all()
+
+    def _write_gate(self, value: int) -> None:
+        self.gate.gate = value
+        with self._changed:
+            self._changed.notify_all()

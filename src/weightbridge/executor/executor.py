@@ -1,0 +1,414 @@
+"""The executor: drives one worker's transfer machine on real memory, with kernels and transports.
+
+Called from one thread, the worker's progress thread, apart from `bind`, `allow_assemble` and `abort`. Everything that happens (transport events, kernel
+completions, words from the coordinator) arrives in one queue; the machine says what to do next.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weightbridge.errors import InternalError, TransferTimeout, TransportError, UsageError, WorkerError
+from weightbridge.executor.codecs import codec_named
+from weightbridge.executor.lane import KernelLane, LaneDone, LaneFailed
+from weightbridge.kernels.base import Buffer, Kernels
+from weightbridge.machine import events as m
+from weightbridge.machine.transfer import TransferMachine
+from weightbridge.plan.plan import STAGES
+from weightbridge.plan.topology import Worker
+from weightbridge.program.program import Post, SlotSpec, WorkerProgram
+from weightbridge.transports import base as t
+from weightbridge.transports.memory import SharedMemory
+from weightbridge.transports.shm import ShmTransport
+from weightbridge.transports.tcp import TcpTransport
+
+__all__ = ["Aborted", "Endpoint", "Executor", "NetworkBytes"]
+
+_CONNECT_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What peers must know of a worker before bytes can move: transport name -> address, and where its slots lie."""
+
+    addresses: Mapping[str, str]
+    slots: tuple[SlotSpec, ...]
+
+
+class NetworkBytes(NamedTuple):
+    """Bytes the kernel counted on this worker's connections between nodes, since they were made."""
+
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class _Allow:
+    version: int
+    attempt: int
+
+
+class Aborted(Exception):  # noqa: N818 (a control flow signal between coordinator and executor, never shown to users)
+    """The coordinator ended the transfer; `error` says why."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Executor:
+    """One worker's data plane for one plan and one connection attempt: arena, transports, bound kernels."""
+
+    def __init__(
+        self,
+        *,
+        workers: Sequence[Worker],
+        program: WorkerProgram,
+        kernels: Kernels,
+        identity: t.Identity,
+        host: str = "127.0.0.1",
+        deadline_seconds: float = 30.0,
+        observe: Callable[[m.Event | m.Instruction], None] | None = None,
+    ) -> None:
+        """workers: of the plan's topology, in its order. host: address the network transport listens on.
+
+        observe: called with every machine event and instruction, in order, on the executor's thread.
+        """
+        self._workers = workers
+        self._program = program
+        self._kernels = kernels
+        self._deadline_seconds = deadline_seconds
+        self._observe = observe
+        self._me = workers[program.worker]
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._codec = codec_named(program.codec)
+        self._index = {w.name: i for i, w in enumerate(workers)}
+        self._memory = SharedMemory(max(program.arena_bytes, 4096))
+        self._transports: dict[str, t.Transport] = {
+            "shm": ShmTransport(identity, self._events, deadline_seconds=deadline_seconds),
+            "tcp": TcpTransport(identity, self._events, host=host, deadline_seconds=deadline_seconds),
+        }
+        for transport in self._transports.values():
+            transport.register(self._memory.memory)
+        self._lane = KernelLane(self._events, f"wb-kernels-{self._me.name}")
+        self._peer_transport: dict[int, t.Transport] = {}
+        self._peer_slots: dict[int, tuple[SlotSpec, ...]] = {}
+        self._bound_to: tuple[Buffer, ...] | None = None
+        self._packs: list[Any] = []
+        self._assembles: list[Any] = []
+        self._early: list[t.Arrived] = []  # tags of an update that this worker has not begun yet
+        self._last_run: tuple[int, int] = (-1, -1)  # (version, attempt) of the latest run: older tags are stale
+        self._closed = False
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """To hand to every peer, over the authenticated control plane."""
+        return Endpoint(
+            addresses={name: transport.address for name, transport in self._transports.items()},
+            slots=self._program.slots,
+        )
+
+    def connect(self, endpoints: Mapping[int, Endpoint]) -> None:
+        """Join with all peers of the program; `endpoints` by worker id. Blocks up to the deadline.
+
+        Raises ConnectError or TransferTimeout naming the peer.
+        """
+
+        def join(peer: int) -> None:
+            where = endpoints[peer]
+            name = "shm" if self._workers[peer].node == self._me.node else "tcp"
+            transport = self._transports[name]
+            transport.connect(self._workers[peer].name, where.addresses[name])
+            self._peer_transport[peer] = transport
+            self._peer_slots[peer] = where.slots
+
+        if self._program.peers:
+            with ThreadPoolExecutor(min(_CONNECT_THREADS, len(self._program.peers))) as pool:
+                for _ in pool.map(join, self._program.peers):
+                    pass
+
+    def bind(self, live: Sequence[Buffer]) -> None:
+        """Bind pack and assemble tables to the live tensors' memory (order of SourceMap.live). Cheap when unchanged."""
+        if self._bound_to == tuple(live):
+            return
+        self._packs, self._assembles = [], []
+        for k, round_ in enumerate(self._program.rounds):
+            own_send = [self._slot_buffer("send", k)] if len(round_.pack) else []
+            self._packs.append(self._kernels.prepare(round_.pack, live, own_send) if len(round_.pack) else None)
+            sources = [self._source_buffer(worker, stage, k) for worker, stage in round_.assemble.sources]
+            table = round_.assemble.table
+            self._assembles.append(self._kernels.prepare(table, sources, live) if len(table) else None)
+        self._bound_to = tuple(live)
+
+    def run(
+        self, *, session: int, epoch: int, version: int, attempt: int, assemble_allowed: bool, timeout_seconds: float,
+        released: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Carry one version through. Blocks until this worker has done its part.
+
+        released: called once, when a trainer's weights are free to change. Raises WorkerError naming a lost peer,
+        TransferTimeout naming who is waited for, Aborted when the coordinator ended it.
+        """
+        transfer = _Transfer(self, session=session, epoch=epoch, version=version, attempt=attempt, released=released,
+                             assemble_allowed=assemble_allowed)  # fmt: skip
+        early, self._early = self._early, []
+        self._last_run = (version, attempt)
+        transfer.perform(transfer.machine.start())
+        for arrived in early:
+            self._dispatch(arrived, transfer)
+        give_up = time.monotonic() + timeout_seconds
+        while not transfer.machine.finished:
+            try:
+                item = self._events.get(timeout=max(0.0, give_up - time.monotonic()))
+            except queue.Empty:
+                raise self._timeout(transfer.machine, timeout_seconds) from None
+            self._dispatch(item, transfer)
+
+    def allow_assemble(self, version: int, attempt: int) -> None:
+        """From any thread, also before `run`: live weights may be overwritten by this version."""
+        self._events.put(_Allow(version, attempt))
+
+    def abort(self, error: BaseException) -> None:
+        """From any thread: end the transfer; `run` raises Aborted(error)."""
+        self._events.put(_Abort(error))
+
+    def network_bytes(self) -> NetworkBytes:
+        """What the kernel counted on connections between nodes, closed ones included."""
+        counted = self._transports["tcp"].kernel_bytes().values()
+        return NetworkBytes(sum(c.sent for c in counted), sum(c.received for c in counted))
+
+    def close(self) -> None:
+        """Fence every peer, end all threads, give the arena back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for peer, transport in self._peer_transport.items():
+            transport.fence(self._workers[peer].name)
+        self._lane.close(self._deadline_seconds)
+        for transport in self._transports.values():
+            transport.close()
+        self._packs, self._assembles, self._bound_to = [], [], None
+        self._memory.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, item: Any, transfer: _Transfer) -> None:
+        """One thing from the queue; raises when it ends the transfer."""
+        match item:
+            case t.Arrived():
+                tag = m.Tag.unpack(item.tag)
+                if (tag.version, tag.attempt) > self._last_run:
+                    self._early.append(item)
+                elif (tag.version, tag.attempt) == self._last_run:
+                    transfer.arrived(item, tag)
+            case t.WriteDone():
+                transfer.write_done(item)
+            case t.PeerLost():
+                transfer.tell(m.PeerLost(self._index[item.peer], item.cause))
+            case LaneDone():
+                transfer.lane_done(item.event)
+            case LaneFailed():
+                raise item.error
+            case _Allow(version=version, attempt=attempt):
+                if (version, attempt) == self._last_run:
+                    transfer.tell(m.AssembleAllowed())
+            case _Abort():
+                raise Aborted(item.error)
+            case _:
+                raise InternalError(f"executor of {self._me.name}: unknown event {item!r}")
+
+    def _slot_buffer(self, stage: str, round_: int) -> Buffer:
+        slot = self._program.slot(stage)
+        return Buffer(self._memory.memory.buffer.address + slot.offset(round_), slot.capacity_bytes)
+
+    def _source_buffer(self, worker: int, stage: str, round_: int) -> Buffer:
+        """A slot copy to assemble from: an own one, or a neighbour's, read in place."""
+        if worker == self._program.worker:
+            return self._slot_buffer(stage, round_)
+        slot = _slot_of(self._peer_slots[worker], stage, self._workers[worker].name)
+        mapped = self._peer_transport[worker].map(self._workers[worker].name)
+        if slot.arena_offset + slot.capacity_bytes * slot.num_slots > mapped.nbytes:
+            raise TransportError(
+                f"{self._workers[worker].name} announced a slot {stage!r} that ends beyond its {mapped.nbytes} bytes of "
+                "memory; both sides must run the same version of the library"
+            )
+        return Buffer(mapped.address + slot.offset(round_), slot.capacity_bytes)
+
+    def _segment(self, stage: str, round_: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        begin = self._program.slot(stage).offset(round_) + offset
+        return self._memory.view[begin : begin + nbytes]
+
+    def _timeout(self, machine: TransferMachine, seconds: float) -> TransferTimeout:
+        waiting = [(self._workers[peer].name, what) for peer, what in machine.waiting_for()]
+        who = "; ".join(f"{what} from {name}" for name, what in waiting) or "its own kernels or the engines' agreement"
+        return TransferTimeout(
+            f"{self._me.name} waited {seconds:.1f} s for {who}; look at those workers, or raise update_timeout_seconds",
+            waiting_for=tuple(name for name, _ in waiting),
+            seconds=seconds,
+        )
+
+
+def _slot_of(slots: Sequence[SlotSpec], stage: str, owner: str) -> SlotSpec:
+    for slot in slots:
+        if slot.stage == stage:
+            return slot
+    raise UsageError(f"{owner} has no slot {stage!r}; both sides must run the same plan")
+
+
+class _Transfer:
+    """One run of the machine: tickets in flight and, for a codec, the actual length of each segment."""
+
+    def __init__(
+        self, executor: Executor, *, session: int, epoch: int, version: int, attempt: int, assemble_allowed: bool,
+        released: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        self._x = executor
+        self._released = released
+        self._ids = {"session": session, "epoch": epoch, "version": version, "attempt": attempt}
+        self.machine = TransferMachine(
+            executor._program, session=session, epoch=epoch, version=version, attempt=attempt, stages=STAGES,
+            assemble_allowed=assemble_allowed,
+        )  # fmt: skip
+        self._tickets: dict[tuple[str, int], m.WriteDone] = {}
+        self._lengths: dict[tuple[int, str, int], dict[int, int]] = {}  # (round, slot, peer) -> route -> actual bytes
+
+    def tell(self, event: m.Event) -> None:
+        if self._x._observe is not None:
+            self._x._observe(event)
+        self.perform(self.machine.handle(event))
+
+    def perform(self, instructions: Sequence[m.Instruction]) -> None:
+        x = self._x
+        for instruction in instructions:
+            if x._observe is not None:
+                x._observe(instruction)
+            match instruction:
+                case m.Pack(round=k):
+                    x._lane.submit(lambda k=k: self._pack(k), m.PackDone(k))
+                case m.PostWrites(round=k, index=i):
+                    self._post(k, i)
+                case m.Decode(round=k):
+                    x._lane.submit(lambda k=k: self._decode(k), m.DecodeDone(k))
+                case m.Assemble(round=k):
+                    prepared = x._assembles[k] if x._assembles else None
+                    x._lane.submit(lambda p=prepared: self._launch(p), m.AssembleDone(k))
+                case m.Signal(peer=peer, tag=tag):
+                    self._transport_post(peer, np.zeros((0, 3), dtype=np.int64), tag, b"")
+                case m.Released():
+                    if self._released is not None:
+                        self._released()
+                case m.Failed(peer=peer, cause=cause):
+                    name = x._workers[peer].name
+                    raise WorkerError(
+                        f"{x._me.name} lost {name} during version {self._ids['version']}: {cause}", causes={name: cause}
+                    )
+                case m.Finished():
+                    pass
+
+    def write_done(self, done: t.WriteDone) -> None:
+        event = self._tickets.pop((done.peer, done.ticket), None)
+        if event is not None:  # None: a signal's acknowledgement, or one of an earlier version
+            self.tell(event)
+
+    def arrived(self, arrived: t.Arrived, tag: m.Tag) -> None:
+        peer = self._x._index[arrived.peer]
+        if arrived.payload and tag.kind is m.Kind.DATA:
+            self._note_lengths(peer, tag, arrived.payload)
+        self.tell(m.Arrived(peer, tag))
+
+    def lane_done(self, event: Any) -> None:
+        self.tell(event)
+
+    def _launch(self, prepared: Any) -> None:
+        if prepared is not None:
+            ticket = self._x._kernels.launch(prepared)
+            while not ticket.done():
+                time.sleep(50e-6)
+
+    def _pack(self, k: int) -> None:
+        x = self._x
+        self._launch(x._packs[k] if x._packs else None)
+        if x._codec is None:
+            return
+        for post in x._program.rounds[k].posts:
+            lengths = {}
+            for s in post.segments:
+                segment = x._segment(post.source, k, int(s["local_offset"]), int(s["capacity_bytes"]))
+                lengths[int(s["route"])] = x._codec.encode(segment)
+            self._lengths[k, "send", post.peer] = lengths
+
+    def _decode(self, k: int) -> None:
+        x = self._x
+        if x._codec is None:
+            raise InternalError(f"{x._me.name}: asked to decode round {k} of a dense program")
+        for a in x._program.rounds[k].awaits:
+            lengths = self._lengths.pop((k, a.stage, a.peer))
+            for s in a.segments:
+                segment = x._segment(a.stage, k, int(s["remote_offset"]), int(s["capacity_bytes"]))
+                x._codec.decode(segment, lengths[int(s["route"])])
+
+    def _post(self, k: int, index: int) -> None:
+        x = self._x
+        post = x._program.rounds[k].posts[index]
+        actual = post.segments["capacity_bytes"]
+        payload = b""
+        if x._codec is not None:
+            known = self._known_lengths(k, post)
+            actual = np.array([known[int(route)] for route in post.segments["route"]], dtype=np.int64)
+            payload = actual.astype("<i8").tobytes()
+        remote = _slot_of(x._peer_slots[post.peer], post.stage, x._workers[post.peer].name)
+        writes = np.stack(
+            [
+                post.segments["local_offset"] + x._program.slot(post.source).offset(k),
+                post.segments["remote_offset"] + remote.offset(k),
+                actual,
+            ],
+            axis=1,
+        ).astype(np.int64)
+        tag = m.Tag(**self._ids, round=k, kind=m.Kind.DATA, stage=STAGES.index(post.stage))
+        ticket = self._transport_post(post.peer, writes, tag, payload)
+        self._tickets[x._workers[post.peer].name, ticket] = m.WriteDone(k, post.stage, post.peer)
+
+    def _transport_post(self, peer: int, writes: npt.NDArray[np.int64], tag: m.Tag, payload: bytes) -> int:
+        transport = self._x._peer_transport[peer]
+        return transport.post(self._x._workers[peer].name, writes, tag.pack(), payload)
+
+    def _known_lengths(self, k: int, post: Post) -> dict[int, int]:
+        """Actual bytes by route: as packed here, or for a forward as they arrived."""
+        if not post.after:
+            return self._lengths[k, "send", post.peer]
+        known: dict[int, int] = {}
+        for stage, peer in post.after:
+            known |= self._lengths[k, stage, peer]
+        return known
+
+    def _note_lengths(self, peer: int, tag: m.Tag, payload: bytes) -> None:
+        """Check and keep the actual lengths that rode with a tag. They come from outside: nothing is taken on trust."""
+        x = self._x
+        name = x._workers[peer].name
+        if tag.round >= len(x._program.rounds) or tag.stage >= len(STAGES):
+            raise TransportError(f"{name} tagged round {tag.round}, stage {tag.stage}: the plan has no such round or stage")
+        for a in x._program.rounds[tag.round].awaits:
+            if a.peer == peer and a.stage == STAGES[tag.stage]:
+                lengths = np.frombuffer(payload, dtype="<i8") if len(payload) % 8 == 0 else np.zeros(0, "<i8")
+                capacity = a.segments["capacity_bytes"]
+                if len(lengths) != len(capacity) or (lengths < 0).any() or (lengths > capacity).any():
+                    raise TransportError(
+                        f"{name} sent lengths {lengths.tolist()} for segments of {capacity.tolist()} bytes; "
+                        "both sides must use the same codec"
+                    )
+                routes = a.segments["route"].tolist()
+                self._lengths[tag.round, a.stage, peer] = dict(zip(routes, lengths.tolist(), strict=True))

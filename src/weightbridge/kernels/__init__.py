@@ -1,0 +1,46 @@
+"""Pack and assemble kernels: strided copies and casts over descriptor tables.
+
+`reference` (NumPy) is the specification, `native` (C) the one to use on a CPU. `choose_kernels` picks.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from weightbridge.errors import UsageError
+from weightbridge.kernels.base import Buffer, DoneTicket, Kernels, Ticket
+from weightbridge.kernels.native import NativeKernels, load_native
+from weightbridge.kernels.reference import ReferenceKernels
+from weightbridge.kernels.writes import copy_writes
+
+__all__ = [
+    "Buffer", "DoneTicket", "Kernels", "NativeKernels", "ReferenceKernels", "Ticket", "choose_kernels", "copy_writes",
+]  # fmt: skip
+
+_warned = False
+
+
+def choose_kernels(name: str | None = None) -> Kernels:
+    """The kernels called `name`; with None the fastest that work here.
+
+    Falls back from native to reference with one warning per process. Raises UsageError on an unknown name, or when the
+    kernels asked for by name were not built.
+    """
+    if name == "native":
+        return NativeKernels()
+    if name == "reference":
+        return ReferenceKernels()
+    if name is not None:
+        raise UsageError(f"kernels {name!r} are not known; known are 'native' and 'reference'")
+    if load_native() is not None:
+        return NativeKernels()
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "the native kernels were not built, so packing and assembling run in NumPy and are slow; "
+            "install a C compiler and reinstall weightbridge-rl",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return ReferenceKernels()

@@ -1,0 +1,21 @@
+"""Builds the C kernels (cffi, API mode, out of line). Run by setup.py; run by hand it builds next to this file."""
+
+from pathlib import Path
+
+from cffi import FFI
+
+_FOLDER = Path(__file__).parent
+_HEADER = (_FOLDER / "native.h").read_text()
+
+ffibuilder = FFI()
+ffibuilder.cdef(_HEADER.split("/* BEGIN CDEF */")[1].split("/* END CDEF */")[0])
+ffibuilder.set_source(
+    "weightbridge.kernels._native",
+    # Included as text: the module is then built from one generated file, wherever the build puts it.
+    _HEADER + (_FOLDER / "native.c").read_text(),
+    extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
+    extra_link_args=["-pthread"],
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(tmpdir=str(_FOLDER.parents[1]), verbose=True)

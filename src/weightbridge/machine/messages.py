@@ -1,0 +1,306 @@
+"""The words of the control plane: typed, bounded, one struct each. The coordinator moves them; the machines speak them.
+
+Every worker talks to the hub (trainer rank 0) and to nobody else, so messages grow with the number of workers. Nothing
+is pickled; decoding rejects unknown types, missing fields and values out of range.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from weightbridge.errors import TransportError
+
+__all__ = [
+    "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION", "AllowAssemble", "AskIdle", "Begin", "Closed", "Commit", "Committed", "ConnectPeers",
+    "Connected", "Failure", "Goodbye", "Heartbeat", "IdleAnswer", "IdleInstall", "IdleRelease", "InstallNow", "Installed", "Join", "LayoutReady",
+    "Message", "Parked", "PeerEndpoint", "PlanReady", "ProgramReady", "Promise", "Propose", "Ready", "Rejected", "Report", "Resumed",
+    "RunProbe", "SendReady", "Slot", "StopRequest", "Stopped", "Transferred", "Welcome", "WorkerFailed", "decode", "encode",
+]  # fmt: skip
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 30  # a source map or a plan of a very large job; all else is tiny
+
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=65536)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Number = Annotated[int, Meta(ge=-(2**62), le=2**63 - 1)]
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all."""
+
+
+# --- life of a worker -------------------------------------------------------------------------------------------------
+
+
+class Join(Message):
+    """Worker -> hub, first. size: workers of its side (trainer group or engine). dtypes: of its live tensors."""
+
+    protocol: Count
+    worker: Name
+    role: Name
+    engine: Name
+    rank: Count
+    size: Count
+    node: Name
+    bandwidth: float
+    spec_digest: Name
+    dtypes: Annotated[tuple[Name, ...], Meta(max_length=64)]
+
+
+class Welcome(Message):
+    """Hub -> worker: joined."""
+
+    session: Count
+
+
+class Rejected(Message):
+    """Hub -> worker: not joined, and why."""
+
+    reason: Text
+
+
+class Heartbeat(Message):
+    """Both ways, each `heartbeat_seconds`."""
+
+
+class Goodbye(Message):
+    """Worker -> hub: leaves in good order."""
+
+
+class Closed(Message):
+    """Hub -> rollout workers: the trainers have left in good order; go on with the weights you have."""
+
+
+class WorkerFailed(Message):
+    """Worker -> hub: this worker failed, or it lost the peer named in `lost` ("" for none). kind: error class name."""
+
+    kind: Name
+    reason: Text
+    lost: Name = ""
+
+
+class Failure(Message):
+    """Hub -> all: the session is over. causes: worker -> what happened; poisoned: engines that hold mixed versions."""
+
+    kind: Name
+    causes: dict[Name, Text]
+    poisoned: tuple[Name, ...] = ()
+    version: Number = -1
+
+
+# --- connect ----------------------------------------------------------------------------------------------------------
+
+
+class RunProbe(Message):
+    """Hub -> worker: every worker of its side is parked; probe now. dtypes: union over the side."""
+
+    request: Count
+    dtypes: tuple[Name, ...]
+
+
+class LayoutReady(Message):
+    """Worker -> hub: source map in its wire form."""
+
+    source_map: bytes
+
+
+class PlanReady(Message):
+    """Hub -> all: the plan in its wire form; lower your own program."""
+
+    epoch: Count
+    plan: bytes
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Wire form of program.SlotSpec."""
+
+    stage: Name
+    capacity_bytes: Count
+    num_slots: Annotated[int, Meta(ge=1, le=64)]
+    arena_offset: Count
+
+
+class PeerEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Wire form of executor.Endpoint."""
+
+    addresses: dict[Name, Name]
+    slots: tuple[Slot, ...]
+
+
+class ProgramReady(Message):
+    """Worker -> hub: program lowered and verified, memory registered."""
+
+    plan_digest: Name
+    endpoint: PeerEndpoint
+
+
+class ConnectPeers(Message):
+    """Hub -> all: join with your peers. peers: worker name -> endpoint."""
+
+    attempt: Count
+    peers: dict[Name, PeerEndpoint]
+
+
+class Connected(Message):
+    """Worker -> hub: joined with all its peers."""
+
+    attempt: Count
+
+
+class Ready(Message):
+    """Hub -> all: every connection stands; updates may come."""
+
+
+# --- the agreement on one step ----------------------------------------------------------------------------------------
+
+
+class Propose(Message):
+    """Hub -> engine worker: promise a poll you will not pass. connect: the request is for probing, not for an update."""
+
+    request: Count
+    connect: bool
+
+
+class Promise(Message):
+    request: Count
+    bound: Count
+
+
+class Commit(Message):
+    request: Count
+    target: Count
+
+
+class Parked(Message):
+    request: Count
+
+
+class AskIdle(Message):
+    request: Count
+    attempt: Count
+
+
+class IdleAnswer(Message):
+    request: Count
+    attempt: Count
+    held: bool
+    count: Count
+
+
+class IdleInstall(Message):
+    request: Count
+    attempt: Count
+
+
+class IdleRelease(Message):
+    request: Count
+    attempt: Count
+
+
+class InstallNow(Message):
+    """Hub -> engine worker: every worker of the engine waits in the agreed poll."""
+
+    request: Count
+
+
+class Installed(Message):
+    request: Count
+
+
+class StopRequest(Message):
+    """Hub -> engine worker: the request is off; go on."""
+
+    request: Count
+
+
+class Stopped(Message):
+    request: Count
+
+
+# --- one update -------------------------------------------------------------------------------------------------------
+
+
+class SendReady(Message):
+    """Trainer -> hub: send_weights(version) was called here."""
+
+    version: Count
+
+
+class Begin(Message):
+    """Hub -> all: start the transfer of this version."""
+
+    version: Count
+    attempt: Count
+
+
+class AllowAssemble(Message):
+    """Hub -> all: every engine has parked; live weights may be overwritten."""
+
+    version: Count
+    attempt: Count
+
+
+class Transferred(Message):
+    """Worker -> hub: this worker has done its part of the transfer."""
+
+    version: Count
+    attempt: Count
+
+
+class Committed(Message):
+    """Hub -> worker: all workers of your side are done; the version is whole here. request: the agreement it ends."""
+
+    version: Count
+    attempt: Count
+    request: Count = 0
+
+
+class Resumed(Message):
+    """Worker -> hub: computing again. Times are seconds since the epoch by this machine's clock.
+
+    sent, received: network bytes of this version, counted by the kernel.
+    """
+
+    version: Count
+    stalled_at: float
+    resumed_at: float
+    sent: Count
+    received: Count
+
+
+class Report(Message):
+    """Hub -> trainers: the version has arrived everywhere."""
+
+    version: Count
+    ewtt_seconds: float
+    agst_seconds: float
+    network_bytes: dict[Name, tuple[Count, Count]]
+    engines: dict[Name, Name]
+
+
+_ALL = (
+    Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | RunProbe | LayoutReady | PlanReady
+    | ProgramReady | ConnectPeers | Connected | Propose | Promise | Commit | Parked | AskIdle | IdleAnswer | IdleInstall
+    | IdleRelease | InstallNow | Installed | StopRequest | Stopped | SendReady | Begin | AllowAssemble | Transferred | Committed | Resumed | Report
+)  # fmt: skip
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_ALL)
+
+
+def encode(message: Message) -> bytes:
+    """MessagePack bytes of one message."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Inverse of encode. Raises TransportError on anything that is not exactly a known message."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise TransportError(f"control message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    try:
+        return _DECODER.decode(data)  # type: ignore[no-any-return]
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"control message not understood: {error}; both sides must run the same version") from None

@@ -1,0 +1,234 @@
+"""The routing LP: how many bytes of each class leave each trainer, and enter each node first.
+
+Let x[c,t,v] be the bytes of class c that trainer t sends to first node v, which forwards them once to each of the other
+k_c - 1 nodes that need c over the network. A trainer's link sees only a[c,t] = sum_v x[c,t,v] and a node's links only
+b[c,v] = sum_t x[c,t,v]; and any a and b with equal totals per class belong to some x (a transportation problem without
+costs). So the LP is solved exactly in these two families: T + V variables a class instead of T times V.
+
+A node that has a holder of a class among its own trainers is served inside the node and is no network node of the class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix, vstack
+
+from weightbridge.errors import InternalError
+from weightbridge.plan.plan import ReplicaClass
+from weightbridge.plan.topology import Role, Topology
+
+__all__ = ["Flow", "Network", "solve"]
+
+FloatArray = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+_SLACK = 1e-7  # relative room the second LP leaves around the first optimum, above the solver's tolerances
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Classes on a topology, in numbers. Nodes are positions in `Topology.nodes`, workers positions in `.workers`."""
+
+    topology: Topology
+    classes: tuple[ReplicaClass, ...]
+
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """Node of each worker."""
+        position = {name: i for i, name in enumerate(self.topology.nodes)}
+        return tuple(position[w.node] for w in self.topology.workers)
+
+    @cached_property
+    def targets(self) -> tuple[tuple[int, ...], ...]:
+        """Per class the nodes that need it and must get it over the network."""
+        return tuple(
+            tuple(sorted({self.node_of[w] for w in c.needers} - {self.node_of[w] for w in c.holders})) for c in self.classes
+        )
+
+    @cached_property
+    def local(self) -> tuple[tuple[int, ...], ...]:
+        """Per class the nodes that need it and have a holder of it themselves."""
+        return tuple(
+            tuple(sorted({self.node_of[w] for w in c.needers} & {self.node_of[w] for w in c.holders})) for c in self.classes
+        )
+
+    @cached_property
+    def rollout_nodes(self) -> tuple[int, ...]:
+        return tuple(sorted({self.node_of[w] for w in self.topology.rollouts}))
+
+    @cached_property
+    def rollout_bandwidth(self) -> dict[int, float]:
+        """Bytes per second of each rollout node's rollout workers together, one direction."""
+        return {v: self.topology.bandwidth_of_node(self.topology.nodes[v], Role.ROLLOUT) for v in self.rollout_nodes}
+
+    @cached_property
+    def caps(self) -> tuple[tuple[int, float], ...]:
+        """(node, bytes per second) of the topology's own node limits, for nodes that exist, by node."""
+        position = {name: i for i, name in enumerate(self.topology.nodes)}
+        return tuple(sorted((position[name], rate) for name, rate in self.topology.node_bandwidth if name in position))
+
+    @cached_property
+    def ingress_bytes(self) -> dict[int, int]:
+        """M_v: network bytes each rollout node needs."""
+        found = dict.fromkeys(self.rollout_nodes, 0)
+        for c, nodes in zip(self.classes, self.targets, strict=True):
+            for v in nodes:
+                found[v] += c.nbytes
+        return found
+
+    @cached_property
+    def network_bytes(self) -> int:
+        """Bytes that must leave the trainers' nodes, each once."""
+        return sum(c.nbytes for c, nodes in zip(self.classes, self.targets, strict=True) if nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """seconds: the busiest link's time. leave[c]: (trainer, bytes) pairs. enter[c]: (first node, bytes) pairs.
+
+    link_dual: multipliers of the link rows, in the order of `_links`: trainers' egress, rollout nodes' forwarding,
+    rollout nodes' ingress, node caps.
+    """
+
+    seconds: float
+    leave: tuple[tuple[tuple[int, float], ...], ...]
+    enter: tuple[tuple[tuple[int, float], ...], ...]
+    link_dual: tuple[float, ...]
+
+
+class _Model:
+    """Sparse rows over the variables a[c,t], b[c,v] (bytes in units of `unit`) and then T (seconds in units of `time`)."""
+
+    def __init__(self, net: Network) -> None:
+        self.net = net
+        self.active = [c for c, nodes in enumerate(net.targets) if nodes]
+        total = float(sum(net.classes[c].nbytes for c in self.active))
+        self.unit = total / len(self.active)
+        self.rate = float(np.mean([w.bandwidth for w in net.topology.workers]))
+        self.time = self.unit / self.rate
+        self.leave = [(c, t) for c in self.active for t in net.classes[c].holders]
+        self.enter = [(c, v) for c in self.active for v in net.targets[c]]
+        self.num_flows = len(self.leave) + len(self.enter)
+
+    def equalities(self) -> tuple[coo_matrix, FloatArray]:
+        row_of = {c: i for i, c in enumerate(self.active)}
+        rows = [2 * row_of[c] for c, _ in self.leave] + [2 * row_of[c] + 1 for c, _ in self.enter]
+        shape = (2 * len(self.active), self.num_flows + 1)
+        matrix = coo_matrix((np.ones(len(rows)), (rows, range(len(rows)))), shape=shape)
+        sizes = np.array([self.net.classes[c].nbytes / self.unit for c in self.active])
+        return matrix, np.repeat(sizes, 2)
+
+    def links(self) -> tuple[coo_matrix, FloatArray]:
+        """Rows flow - bandwidth * T <= limit, in the order of `Flow.link_dual`."""
+        net, entries, limits = self.net, [], []
+        column_t = self.num_flows
+        trainer_row = {t: i for i, t in enumerate(net.topology.trainers)}
+        forward_row = {v: len(trainer_row) + i for i, v in enumerate(net.rollout_nodes)}
+        ingress_row = {v: len(trainer_row) + len(forward_row) + i for i, v in enumerate(net.rollout_nodes)}
+        first_cap = len(trainer_row) + 2 * len(forward_row)
+        cap_row = {v: first_cap + i for i, (v, _) in enumerate(net.caps)}
+        for j, (_, t) in enumerate(self.leave):
+            entries.append((trainer_row[t], j, 1.0))
+            if net.node_of[t] in cap_row:
+                entries.append((cap_row[net.node_of[t]], j, 1.0))
+        for j, (c, v) in enumerate(self.enter, start=len(self.leave)):
+            copies = float(len(net.targets[c]) - 1)
+            entries.append((forward_row[v], j, copies))
+            if v in cap_row:
+                entries.append((cap_row[v], j, copies))
+        limits = np.zeros(first_cap + len(cap_row))
+        for t, row in trainer_row.items():
+            entries.append((row, column_t, -net.topology.workers[t].bandwidth / self.rate))
+        for v, rate in net.rollout_bandwidth.items():
+            entries.append((forward_row[v], column_t, -rate / self.rate))
+            entries.append((ingress_row[v], column_t, -rate / self.rate))
+            limits[ingress_row[v]] = -net.ingress_bytes[v] / self.unit
+        entries += [(cap_row[v], column_t, -rate / self.rate) for v, rate in net.caps]
+        rows, columns, values = zip(*entries, strict=True)
+        return coo_matrix((values, (rows, columns)), shape=(len(limits), self.num_flows + 1)), limits
+
+    def balance(self) -> coo_matrix:
+        """Rows over (flows, T, three ratios): load / bandwidth <= ratio * mean, for the second LP.
+
+        Ratios: trainers' egress, rollout nodes' forwarding, rollout nodes' first-copy ingress.
+        """
+        net, n = self.net, self.num_flows
+        trainers = net.topology.trainers
+        row_of_node = {v: i for i, v in enumerate(net.rollout_nodes)}
+        num_nodes = len(row_of_node)
+        speeds = [net.topology.workers[t].bandwidth for t in trainers] + 2 * list(net.rollout_bandwidth.values())
+        rows = [list(trainers).index(t) for _, t in self.leave]
+        rows += [len(trainers) + row_of_node[v] for _, v in self.enter]
+        rows += [len(trainers) + num_nodes + row_of_node[v] for _, v in self.enter]
+        columns = [*range(n), *range(len(self.leave), n)]
+        weights = np.array(
+            [1.0] * len(self.leave) + [float(len(net.targets[c]) - 1) for c, _ in self.enter] + [1.0] * len(self.enter)
+        )
+        groups = np.repeat([0, 1, 2], [len(trainers), num_nodes, num_nodes])
+        sizes = {c: net.classes[c].nbytes / self.unit for c in self.active}
+        sent = sum(sizes.values())
+        totals = np.array([sent, sum(s * (len(net.targets[c]) - 1) for c, s in sizes.items()), sent])
+        speed = np.array(speeds) / self.rate
+        means = totals / np.array([speed[groups == g].sum() for g in range(3)])
+        used = means[groups] > 0
+        scale = np.where(used, 1.0 / np.where(used, means[groups] * speed, 1.0), 0.0)
+        flows = coo_matrix((weights * scale[rows], (rows, columns)), shape=(len(speed), n + 1))
+        ratios = coo_matrix((-np.ones(len(speed)), (range(len(speed)), groups)), shape=(len(speed), 3))
+        return _beside(flows, ratios)
+
+
+def _beside(left: coo_matrix, right: coo_matrix) -> coo_matrix:
+    rows = np.concatenate([left.row, right.row])
+    columns = np.concatenate([left.col, right.col + left.shape[1]])
+    shape = (left.shape[0], left.shape[1] + right.shape[1])
+    return coo_matrix((np.concatenate([left.data, right.data]), (rows, columns)), shape=shape)
+
+
+def solve(net: Network) -> Flow:
+    """Least time of the busiest link, and among the flows that reach it one that is balanced (design 4, second LP)."""
+    num_links = len(net.topology.trainers) + 2 * len(net.rollout_nodes) + len(net.caps)
+    if not any(net.targets):
+        none: tuple[tuple[tuple[int, float], ...], ...] = tuple(() for _ in net.classes)
+        return Flow(seconds=0.0, leave=none, enter=none, link_dual=(0.0,) * num_links)
+    model = _Model(net)
+    equal, sizes = model.equalities()
+    links, limits = model.links()
+    cost = np.zeros(model.num_flows + 1)
+    cost[-1] = 1.0
+    first = linprog(cost, A_ub=links.tocsr(), b_ub=limits, A_eq=equal.tocsr(), b_eq=sizes, method="highs-ds")
+    if first.status != 0:
+        raise InternalError(f"the routing LP ended with status {first.status}: {first.message}")
+    best = float(first.fun)
+    empty = coo_matrix((links.shape[0], 3))
+    rows = vstack([_beside(links, empty), model.balance()]).tocsr()
+    bounds = [(0, None)] * model.num_flows + [(0, best * (1 + _SLACK) + 1e-9)] + [(0, None)] * 3
+    second = linprog(
+        np.concatenate([np.zeros(model.num_flows + 1), np.ones(3)]), A_ub=rows,
+        b_ub=np.concatenate([limits, np.zeros(rows.shape[0] - len(limits))]),
+        A_eq=_beside(equal, coo_matrix((equal.shape[0], 3))).tocsr(), b_eq=sizes, bounds=bounds, method="highs-ds",
+    )  # fmt: skip
+    if second.status != 0:
+        raise InternalError(f"the balancing LP ended with status {second.status}: {second.message}")
+    flows = second.x[: model.num_flows] * model.unit
+    return Flow(
+        seconds=best * model.time,
+        leave=_by_class(net, model.leave, flows[: len(model.leave)]),
+        enter=_by_class(net, model.enter, flows[len(model.leave) :]),
+        # minimising, SciPy's marginals of <= rows are negative; per row of seconds they are 1 / bandwidth-like
+        link_dual=tuple((np.maximum(-first.ineqlin.marginals, 0.0) / model.rate).tolist()),
+    )
+
+
+def _by_class(
+    net: Network, pairs: list[tuple[int, int]], flows: FloatArray
+) -> tuple[tuple[tuple[int, float], ...], ...]:
+    found: list[list[tuple[int, float]]] = [[] for _ in net.classes]
+    for (c, where), flow in zip(pairs, flows.tolist(), strict=True):
+        if flow > 0:
+            found[c].append((where, flow))
+    return tuple(tuple(sorted(f)) for f in found)

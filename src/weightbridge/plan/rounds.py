@@ -1,0 +1,83 @@
+"""Rounds: the smallest K for which the parts of all routes fit everybody's slots.
+
+Fill and drain cost little and more rounds buy nothing, so K is the smallest number that keeps the budget (design 4).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from weightbridge.errors import InfeasibleError
+from weightbridge.plan.plan import Plan, with_rounds
+
+__all__ = ["SEGMENT_ALIGNMENT_BYTES", "fit_rounds", "slot_loads"]
+
+SEGMENT_ALIGNMENT_BYTES = 64
+"""Each segment of a slot begins at a multiple of this: a cache line, and a divisor of every alignment."""
+
+_CELLS_AT_ONCE = 1 << 21
+_EXHAUSTIVE = 64  # so many values of K are tried one by one before the search jumps
+
+
+def slot_loads(plan: Plan, rounds: range) -> npt.NDArray[np.int64]:
+    """[len(rounds), num_workers, 3] bytes in each worker's slots ("send", "receive", "exchange") in these rounds.
+
+    Every segment counts rounded up to a multiple of SEGMENT_ALIGNMENT_BYTES.
+    """
+    cuts = plan.cuts(range(rounds.start, rounds.stop + 1))
+    parts = np.diff(cuts, axis=0)
+    parts += -parts % SEGMENT_ALIGNMENT_BYTES
+    loads = np.zeros((len(rounds), len(plan.topology.workers), 3), dtype=np.int64)
+    for kind, (worker, sizes) in enumerate(
+        (
+            (plan.routes["sender"], parts),
+            (plan.routes["entry"], parts),
+            (plan.hops["dst"], parts[:, plan.hops["route"]]),
+        )
+    ):
+        np.add.at(loads[:, :, kind], (slice(None), worker), sizes)
+    return loads
+
+
+def _worst(plan: Plan) -> int:
+    """Bytes of the fullest slot of any worker in any round."""
+    chunk = max(1, _CELLS_AT_ONCE // max(1, len(plan.routes)))
+    worst = 0
+    for first in range(0, plan.rounds, chunk):
+        worst = max(worst, int(slot_loads(plan, range(first, min(first + chunk, plan.rounds))).max(initial=0)))
+    return worst
+
+
+def fit_rounds(plan: Plan, min_rounds: int) -> Plan:
+    """`plan` with the smallest number of rounds >= min_rounds whose slots fit `plan.slot_bytes`.
+
+    Raises InfeasibleError when parts of one alignment unit each do not fit.
+    """
+    if not len(plan.routes):
+        return with_rounds(plan, max(1, min_rounds))
+    sizes = plan.routes["hi"] - plan.routes["lo"]
+    most = max(int(-(-sizes // plan.alignment).max()), min_rounds)
+    smallest = int(np.minimum(sizes, plan.alignment).max())
+    smallest += -smallest % SEGMENT_ALIGNMENT_BYTES
+    if smallest <= plan.slot_bytes:
+        whole = _worst(with_rounds(plan, 1))
+        rounds = max(min_rounds, 1, min(most, whole // plan.slot_bytes))
+        tried = 0
+        while True:
+            trial = with_rounds(plan, rounds)
+            worst = _worst(trial)
+            if worst <= plan.slot_bytes:
+                return trial
+            if rounds >= most:
+                smallest = worst
+                break
+            tried += 1
+            rounds += 1 if tried < _EXHAUSTIVE else max(1, rounds * (worst - plan.slot_bytes) // plan.slot_bytes)
+            rounds = min(rounds, most)
+    raise InfeasibleError(
+        f"a slot must hold {smallest} bytes even when every route is cut into parts of {plan.alignment} bytes, the budget is "
+        f"{plan.slot_bytes}; raise slot_bytes to at least {smallest}",
+        needed_bytes=smallest,
+        budget_bytes=plan.slot_bytes,
+    )

@@ -1,0 +1,530 @@
+"""The agreement on the step as a model for the checker: an engine's workers, their leader and a hostile network.
+
+Every worker has a poll thread and a control thread that share `count`, `gate` and the step lock; a transition is one load
+or store of these, or one message handled. The machines under test are the real ones. What is checked:
+
+- all workers install a request at one count, the agreed one, and none before the leader says Agreed;
+- nobody returns from a poll it promised not to pass before it has heard the decision, nobody passes a decided target;
+- from Agreed until it has installed, every worker stands still at the agreed count;
+- no install begins after the request was aborted on that worker;
+- from every state the model can come to a good end (see `AgreementModel.is_goal`).
+
+The workers are alike, so states that differ only in who is who are one state. What a worker can do next depends on its
+own record alone; it is computed once per record. That is what makes millions of interleavings cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from weightbridge.errors import InternalError
+from weightbridge.machine import agreement as a
+from weightbridge.testing.model_checker import PropertyViolated, freeze, slot_names, thaw
+
+__all__ = ["AgreementModel", "Scenario", "State"]
+
+State = tuple[int, ...]
+"""(number of the leader's record, then one number per worker, sorted)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What the workers and the world may do.
+
+    num_workers: of the engine. window: W. starts: poll counts at the start, one per worker. num_polls: the count at which
+    every worker falls idle for good. lock_step: a step ends only when every worker has begun it. num_requests: updates, one
+    after the other. idle_attempts: how often the leader may ask for idleness while the engine still runs (it may always
+    once the engine rests, else an idle engine could not end). forgetful: the network loses and delivers; otherwise it
+    keeps every message and may deliver each at any time and any number of times (loss, delay, doubling and reordering at
+    once, but a message is never gone for good). deaths: workers that may die. aborts: requests that may be given up.
+    leader_dies: the leader may vanish; every worker notices at some time. by_hub: a hub says InstallAllowed in place of
+    IdleInstall too.
+    """
+
+    window: int
+    num_polls: int
+    starts: tuple[int, ...] = (0, 0, 0)
+    lock_step: bool = False
+    num_requests: int = 1
+    idle_attempts: int = 0
+    forgetful: bool = False
+    deaths: int = 0
+    aborts: int = 0
+    leader_dies: bool = False
+    by_hub: bool = False
+
+
+class _At(IntEnum):
+    """Where the poll thread is."""
+
+    OUTSIDE = 0  # between steps, without the lock
+    LOCKED = 1  # holds the lock; next: store count
+    COUNTED = 2  # next: load gate
+    WAITING = 3  # at the gate
+    INSTALLING = 4
+    STEPPING = 5
+
+
+class _Lock(IntEnum):
+    FREE = 0
+    POLL = 1
+    CONTROL = 2
+
+
+class _Worker(NamedTuple):
+    """Everything of one worker, its two channels included. The last three fields are the checker's own notes."""
+
+    at: _At
+    polls: int  # the shared word `count`
+    gate: int
+    lock: _Lock
+    mailbox: int  # request that the poll thread is told to install, 0 for none
+    local: tuple[a.MemberEvent, ...]  # from the own poll thread to the control thread
+    todo: tuple[a.MemberInstruction, ...]  # what the control thread still has to perform of its last event
+    member: tuple[Any, ...]
+    inbox: frozenset[a.MemberEvent]
+    outbox: frozenset[a.MemberInstruction]
+    alive: bool
+    promised: tuple[int, int]  # newest promise: (request, bound)
+    heard: int  # newest request whose decision or end this worker has heard
+    installs: tuple[tuple[int, int], ...]  # (request, count)
+    aborted: int  # newest request whose Aborted was handled
+
+
+class _Leader(NamedTuple):
+    """The leader without its views of the members, which are kept beside the workers; and what it was heard to say:
+    decided and agreed (request, target), the newest request that failed or was done."""
+
+    machine: tuple[Any, ...]
+    started: int
+    decided: tuple[int, int]
+    agreed: tuple[tuple[int, int], ...]
+    failed: int
+    done: int
+    alive: bool
+    deaths: int  # still allowed
+    aborts: int  # still allowed
+
+
+class _Slot(NamedTuple):
+    """A worker's number and the leader's view of it."""
+
+    view: Any
+    worker: int
+
+
+class _Facts(NamedTuple):
+    """What other workers and the checks need to know of a worker."""
+
+    polls: int
+    alive: bool
+    begun: int  # newest step that this worker has begun
+    installs: dict[int, int]
+    held_at: int  # count at which it stands still until told otherwise, -1 if it may move
+    rests: bool  # has made all its polls and is between steps
+    quiet: bool  # nothing of any request is left here
+    aborted: int
+
+
+class _Answer(NamedTuple):
+    """What the leader does on an event. attempt: of the idle attempt it asks for, 0 if it asks for none."""
+
+    leader: int
+    views: tuple[Any, ...]
+    sent: tuple[frozenset[a.MemberEvent], ...]
+    attempt: int
+
+
+_SENDS = (a.SendPromise, a.SendIdle, a.SendParked, a.SendInstalled, a.SendAborted)
+
+
+class AgreementModel:
+    """Give `initial`, `successors`, `check` and `is_goal` to `model_checker.explore`. The classes may be mutants."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        member: type[a.AgreementMember] = a.AgreementMember,
+        leader: type[a.AgreementLeader] = a.AgreementLeader,
+    ) -> None:
+        self.scenario = scenario
+        self._member_kind, self._leader_kind = member, leader
+        self._workers: list[_Worker] = []
+        self._slots: list[_Slot] = []
+        self._leaders: list[_Leader] = []
+        self._numbers: dict[Any, int] = {}
+        self._facts: list[_Facts] = []
+        self._moves: dict[int, list[tuple[str, int, int]]] = {}
+        self._heard: dict[Any, _Answer] = {}
+        self._where_views = slot_names(leader).index("_views")
+
+    # --- what the checker calls ---
+
+    def initial(self) -> list[State]:
+        """All workers idle at their starts, request 1 started."""
+        s = self.scenario
+        leader = self._leader_kind(tuple(range(len(s.starts))))
+        workers = [self._fresh(polls) for polls in s.starts]
+        machine, views = self._split(leader)
+        at = self._number(self._leaders, _Leader(machine, 0, (0, 0), (), 0, 0, True, s.deaths, s.aborts))
+        slots = [self._slot(view, self._worker(worker)) for view, worker in zip(views, workers, strict=True)]
+        return [state for _, state in self._tell("start", at, slots, a.Start(1))]
+
+    def successors(self, state: State) -> Iterator[tuple[str, State]]:
+        """Every single thing that can happen next."""
+        at, *slots = state
+        seen = -1
+        for position, number in enumerate(slots):
+            if number == seen:
+                continue  # a worker in the very state of the one before: the same thing under another name
+            seen = number
+            slot = self._slots[number]
+            for label, worker, step in self._worker_moves(slot.worker):
+                if step >= 0 and not self._step_may_end(step, slots):
+                    continue
+                yield label, self._with(at, slots, position, self._slot(slot.view, worker))
+            yield from self._leader_hears(at, slots, position, slot)
+            yield from self._world_strikes(at, slots, position, slot)
+        yield from self._leader_acts(at, slots)
+
+    def check(self, state: State) -> None:
+        """The properties that a state shows by itself."""
+        leader = self._leaders[state[0]]
+        facts = [self._facts[self._slots[number].worker] for number in state[1:]]
+        agreed = dict(leader.agreed)
+        decided, target = leader.decided
+        newest, newest_target = leader.agreed[-1] if leader.agreed else (0, 0)
+        for fact in facts:
+            for request, count in fact.installs.items():
+                if agreed.get(request) != count:
+                    where = "nothing" if request not in agreed else f"poll {agreed[request]}"
+                    raise PropertyViolated(f"a worker installed request {request} at {count}, agreed was {where}")
+            if decided > max(newest, leader.failed, fact.aborted) and fact.polls > target:
+                raise PropertyViolated(f"a worker is at poll {fact.polls}, past the decided target {target}")
+            pending = fact.alive and newest > max(leader.failed, fact.aborted) and newest not in fact.installs
+            if pending and fact.held_at != newest_target:
+                raise PropertyViolated(
+                    f"a worker moves (count {fact.polls}) between Agreed({newest_target}) and its install"
+                )
+
+    def is_goal(self, state: State) -> bool:
+        """All requests ended well; or, if the world may strike, ended anyhow. In both cases nothing of a request is left
+        on any living worker, no poll thread waits at a gate, and (where it can) each has made all its polls."""
+        last, leader = self.scenario.num_requests, self._leaders[state[0]]
+        facts = [self._facts[self._slots[number].worker] for number in state[1:]]
+        living = [fact for fact in facts if fact.alive]
+        died = len(living) < len(facts)
+        if not all(fact.quiet and (fact.rests or (died and self.scenario.lock_step)) for fact in living):
+            return False
+        if leader.done == last:
+            return all(last in fact.installs for fact in living)
+        return not leader.alive or leader.failed == last or (died and leader.failed == leader.started)
+
+    def _fresh(self, polls: int) -> _Worker:
+        return _Worker(
+            at=_At.OUTSIDE,
+            polls=polls,
+            gate=a.NO_GATE,
+            lock=_Lock.FREE,
+            mailbox=0,
+            local=(),
+            todo=(),
+            member=freeze(self._member_kind(self.scenario.window)),
+            inbox=frozenset(),
+            outbox=frozenset(),
+            alive=True,
+            promised=(0, 0),
+            heard=0,
+            installs=(),
+            aborted=0,
+        )
+
+    # --- numbering ---
+
+    def _number(self, table: list[Any], record: Any) -> int:
+        key = (len(record), record)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(table)
+            table.append(record)
+        return number
+
+    def _worker(self, worker: _Worker) -> int:
+        number = self._number(self._workers, worker)
+        if number == len(self._facts):
+            self._facts.append(self._look_at(worker))
+        return number
+
+    def _slot(self, view: Any, worker: int) -> int:
+        return self._number(self._slots, _Slot(view, worker))
+
+    def _with(self, at: int, slots: list[int], position: int, number: int) -> State:
+        changed = slots.copy()
+        changed[position] = number
+        changed.sort()
+        return (at, *changed)
+
+    def _look_at(self, worker: _Worker) -> _Facts:
+        waits = worker.at is _At.WAITING and worker.gate <= worker.polls
+        held = waits or worker.at is _At.INSTALLING or worker.lock is _Lock.CONTROL
+        idle = not worker.todo and not worker.local and not worker.mailbox
+        return _Facts(
+            polls=worker.polls,
+            alive=worker.alive,
+            begun=worker.polls - (worker.at in (_At.COUNTED, _At.WAITING, _At.INSTALLING)),
+            installs=dict(worker.installs),
+            held_at=worker.polls if held else -1,
+            rests=worker.polls >= self.scenario.num_polls and worker.at is _At.OUTSIDE,
+            quiet=idle and worker.gate == a.NO_GATE and not held,
+            aborted=worker.aborted,
+        )
+
+    def _split(self, leader: a.AgreementLeader) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        values, where = freeze(leader), self._where_views
+        return (*values[:where], *values[where + 1 :]), values[where]
+
+    # --- the poll thread ---
+
+    def _worker_moves(self, number: int) -> list[tuple[str, int, int]]:
+        """(label, new number, step that has to end everywhere first or -1) for everything this worker can do."""
+        moves = self._moves.get(number)
+        if moves is None:
+            worker = self._workers[number]
+            found = [*self._poll_moves(worker), *self._control_moves(worker)] if worker.alive else []
+            moves = self._moves[number] = [(label, self._worker(after), step) for label, after, step in found]
+        return moves
+
+    def _poll_moves(self, w: _Worker) -> Iterator[tuple[str, _Worker, int]]:
+        match w.at:
+            case _At.OUTSIDE:
+                if w.polls < self.scenario.num_polls and w.lock is _Lock.FREE:
+                    yield "poll thread takes the step lock", w._replace(at=_At.LOCKED, lock=_Lock.POLL), -1
+            case _At.LOCKED:
+                yield f"stores count {w.polls + 1}", w._replace(at=_At.COUNTED, polls=w.polls + 1), -1
+            case _At.COUNTED if w.polls < w.gate:
+                yield f"poll {w.polls} goes on", self._return_from_poll(w), -1
+            case _At.COUNTED:
+                posted = (*w.local, a.Reached(w.polls))
+                yield f"poll {w.polls} waits at gate {w.gate}", w._replace(at=_At.WAITING, local=posted), -1
+            case _At.WAITING:
+                if w.mailbox:
+                    at_work = self._install(w, w.mailbox)._replace(at=_At.INSTALLING, mailbox=0)
+                    yield f"poll {w.polls} installs request {w.mailbox}", at_work, -1
+                if w.gate > w.polls:
+                    yield f"poll {w.polls} is let go", self._return_from_poll(w), -1
+            case _At.INSTALLING:
+                posted = (*w.local, a.InstallDone(w.installs[-1][0]))
+                yield f"poll {w.polls} has installed", self._return_from_poll(w)._replace(local=posted), -1
+            case _At.STEPPING:
+                done = w._replace(at=_At.OUTSIDE, lock=_Lock.FREE)
+                yield f"step {w.polls} ends", done, w.polls if self.scenario.lock_step else -1
+
+    def _return_from_poll(self, w: _Worker) -> _Worker:
+        request, bound = w.promised
+        if request > w.heard and w.polls >= bound:
+            raise PropertyViolated(
+                f"a worker returned from poll {w.polls}, promised not to pass {bound}, before a decision"
+            )
+        return w._replace(at=_At.STEPPING)
+
+    def _install(self, w: _Worker, request: int) -> _Worker:
+        if request <= w.aborted:
+            raise PropertyViolated(f"a worker installed request {request} after it was aborted")
+        if any(request <= earlier for earlier, _ in w.installs):
+            raise PropertyViolated(f"a worker installed request {request} after {w.installs}")
+        return w._replace(installs=(*w.installs, (request, w.polls)))
+
+    def _step_may_end(self, step: int, slots: list[int]) -> bool:
+        return all(self._facts[self._slots[number].worker].begun >= step for number in slots)
+
+    # --- the control thread ---
+
+    def _control_moves(self, w: _Worker) -> Iterator[tuple[str, _Worker, int]]:
+        if w.todo:
+            yield f"control performs {w.todo[0]}", self._perform(w), -1
+            return
+        if w.local:
+            yield f"control handles {w.local[0]}", self._handle(w._replace(local=w.local[1:]), w.local[0]), -1
+        for message in w.inbox:
+            kept = w._replace(inbox=w.inbox - {message}) if self.scenario.forgetful else w
+            yield f"control handles {message}", self._handle(kept, message), -1
+            if self.scenario.forgetful:
+                yield f"{message} is lost", kept, -1
+        if self.scenario.forgetful:
+            for sent in w.outbox:
+                yield f"{sent} is lost", w._replace(outbox=w.outbox - {sent}), -1
+
+    def _handle(self, w: _Worker, event: a.MemberEvent) -> _Worker:
+        member = thaw(self._member_kind, w.member)
+        try:
+            todo = member.handle(event)
+        except InternalError as error:
+            raise PropertyViolated(f"the member's machine raised: {error}") from error
+        if isinstance(event, a.Aborted | a.Committed | a.InstallAllowed | a.IdleInstall):
+            w = w._replace(heard=max(w.heard, event.request))
+        if isinstance(event, a.Aborted):
+            w = w._replace(aborted=max(w.aborted, event.request))
+        return self._send(w._replace(member=freeze(member), todo=(*todo, *w.todo)))
+
+    def _send(self, w: _Worker) -> _Worker:
+        """Perform the sends that come next: nobody can tell when a message left, so they are no steps of their own."""
+        while w.todo and isinstance(w.todo[0], _SENDS):
+            sent, *left = w.todo
+            w = w._replace(todo=tuple(left), outbox=w.outbox | {sent})
+            if isinstance(sent, a.SendPromise) and sent.request > w.heard:
+                w = w._replace(promised=(sent.request, sent.bound))
+        return w
+
+    def _perform(self, w: _Worker) -> _Worker:
+        instruction, *left = w.todo
+        w = w._replace(todo=tuple(left))
+        match instruction:
+            case a.ReadCount():
+                return self._handle(w, a.CountRead(w.polls))
+            case a.WriteGate(value=value):
+                return self._send(w._replace(gate=value))
+            case a.TryLock():
+                held = w.lock is _Lock.FREE
+                return self._handle(w._replace(lock=_Lock.CONTROL) if held else w, a.LockTried(held, w.polls))
+            case a.ReleaseLock():
+                if w.lock is not _Lock.CONTROL:
+                    raise PropertyViolated("the control thread gave back a lock it did not hold")
+                return self._send(w._replace(lock=_Lock.FREE))
+            case a.Install(request=request, idle=True):
+                if w.lock is not _Lock.CONTROL:
+                    raise PropertyViolated("the control thread installed without the step lock")
+                w = self._install(w, request)
+                return self._send(w._replace(local=(*w.local, a.InstallDone(request))))
+            case a.Install(request=request):
+                return self._send(w._replace(mailbox=request))
+            case a.CancelInstall():
+                return self._send(w._replace(mailbox=0))
+        raise PropertyViolated(f"no control thread can perform {instruction}")
+
+    # --- the leader and the world ---
+
+    def _leader_hears(self, at: int, slots: list[int], position: int, slot: _Slot) -> Iterator[tuple[str, State]]:
+        worker = self._workers[slot.worker]
+        if not self._leaders[at].alive:
+            return
+        for sent in worker.outbox:
+            left = slots
+            if self.scenario.forgetful:
+                left = slots.copy()
+                left[position] = self._slot(slot.view, self._worker(worker._replace(outbox=worker.outbox - {sent})))
+            yield from self._tell("leader hears", at, left, _heard_from(position, sent))
+
+    def _leader_acts(self, at: int, slots: list[int]) -> Iterator[tuple[str, State]]:
+        leader, s = self._leaders[at], self.scenario
+        if not leader.alive:
+            return
+        yield from self._tell("timer:", at, slots, a.Tick())
+        if s.forgetful:
+            yield from self._tell("timer:", at, slots, a.Tick(ask_idle=False))
+        ended = leader.started in (leader.done, leader.failed)
+        if ended and leader.started < s.num_requests:
+            yield from self._tell("leader begins", at, slots, a.Start(leader.started + 1))
+        if leader.aborts and not ended:
+            less = self._number(self._leaders, leader._replace(aborts=leader.aborts - 1))
+            yield from self._tell("caller:", less, slots, a.Abort(leader.started, "deadline"))
+        if s.leader_dies:
+            yield "leader dies", (self._number(self._leaders, leader._replace(alive=False)), *slots)
+
+    def _world_strikes(self, at: int, slots: list[int], position: int, slot: _Slot) -> Iterator[tuple[str, State]]:
+        leader, worker = self._leaders[at], self._workers[slot.worker]
+        if worker.alive and leader.deaths:
+            less = self._number(self._leaders, leader._replace(deaths=leader.deaths - 1))
+            dead = self._slot(slot.view, self._worker(worker._replace(alive=False)))
+            yield "a worker dies", self._with(less, slots, position, dead)
+        if not worker.alive and leader.alive:
+            yield from self._tell("leader notices", at, slots, a.MemberLost(position, "died"))
+        if worker.alive and not leader.alive and not worker.todo:
+            request = thaw(self._member_kind, worker.member).request
+            if request:
+                after = self._slot(slot.view, self._worker(self._handle(worker, a.Aborted(request))))
+                yield "a worker notices that the leader is gone", self._with(at, slots, position, after)
+
+    def _tell(self, why: str, at: int, slots: list[int], event: a.LeaderEvent) -> Iterator[tuple[str, State]]:
+        """The leader handles an event; nothing is yielded if that changes nothing or asks for idleness too often."""
+        views = tuple(self._slots[number].view for number in slots)
+        answer = self._heard.get((at, views, event))
+        if answer is None:
+            answer = self._heard[at, views, event] = self._answer(at, views, event)
+        if answer.attempt > self.scenario.idle_attempts and not self._at_rest(answer.attempt, slots):
+            return
+        after = []
+        for position, number in enumerate(slots):
+            worker = self._slots[number].worker
+            inbox = self._workers[worker].inbox
+            if not answer.sent[position] <= inbox:
+                worker = self._worker(self._workers[worker]._replace(inbox=inbox | answer.sent[position]))
+            after.append(self._slot(answer.views[position], worker))
+        if answer.leader != at or after != slots:
+            yield f"{why} {event}", (answer.leader, *sorted(after))
+
+    def _at_rest(self, attempt: int, slots: list[int]) -> bool:
+        facts = [self._facts[self._slots[number].worker] for number in slots]
+        return attempt == self.scenario.idle_attempts + 1 and all(fact.rests or not fact.alive for fact in facts)
+
+    def _answer(self, at: int, views: tuple[Any, ...], event: a.LeaderEvent) -> _Answer:
+        said = self._leaders[at]
+        where = self._where_views
+        machine = thaw(self._leader_kind, (*said.machine[:where], views, *said.machine[where:]))
+        sent: list[set[a.MemberEvent]] = [set() for _ in views]
+        attempt = 0
+        if isinstance(event, a.Start):
+            said = said._replace(started=event.request)
+        for instruction in machine.handle(event):
+            match instruction:
+                case a.Agreed(request=request, target=target):
+                    said = said._replace(agreed=(*said.agreed, (request, target)))
+                case a.AgreementFailed(request=request):
+                    said = said._replace(failed=request)
+                case a.AllInstalled(request=request):
+                    said = said._replace(done=request)
+                case _:
+                    if isinstance(instruction, a.SendCommit):
+                        said = said._replace(decided=(instruction.request, instruction.target))
+                    if isinstance(instruction, a.AskIdle):
+                        attempt = instruction.attempt
+                    sent[instruction.member].add(self._as_event(instruction))
+        values, views = self._split(machine)
+        number = self._number(self._leaders, said._replace(machine=values))
+        return _Answer(number, views, tuple(frozenset(messages) for messages in sent), attempt)
+
+    def _as_event(self, sent: a.LeaderInstruction) -> a.MemberEvent:
+        match sent:
+            case a.SendPropose():
+                return a.Proposed(sent.request)
+            case a.SendCommit():
+                return a.Committed(sent.request, sent.target)
+            case a.AskIdle():
+                return a.IdleAsked(sent.request, sent.attempt)
+            case a.SendIdleRelease():
+                return a.IdleReleased(sent.request, sent.attempt)
+            case a.SendIdleInstall() if not self.scenario.by_hub:
+                return a.IdleInstall(sent.request, sent.attempt)
+            case a.SendIdleInstall() | a.SendInstall():
+                return a.InstallAllowed(sent.request)
+            case a.SendAbort():
+                return a.Aborted(sent.request)
+        raise PropertyViolated(f"nobody can receive {sent}")
+
+
+def _heard_from(member: int, sent: a.MemberInstruction) -> a.LeaderEvent:
+    match sent:
+        case a.SendPromise():
+            return a.PromiseFrom(member, sent.request, sent.bound)
+        case a.SendIdle():
+            return a.IdleFrom(member, sent.request, sent.attempt, sent.held, sent.count)
+        case a.SendParked():
+            return a.ParkedFrom(member, sent.request)
+        case a.SendInstalled():
+            return a.InstalledFrom(member, sent.request)
+        case a.SendAborted():
+            return a.AbortedFrom(member, sent.request)
+    raise PropertyViolated(f"nobody can receive {sent}")

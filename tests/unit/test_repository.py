@@ -1,0 +1,157 @@
+"""What may not be in this repository, and what its packaging files promise."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "weightbridge"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Written in pieces, so that this file does not find itself.
+_HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download." + "pytorch", "registry." + "npmjs", "deb." + "debian")
+_PLACES = ("/" + "work/", "../" + "shared")
+_PAGES = sorted((ROOT / "docs").rglob("*.md")) + sorted(ROOT.glob("*.md"))
+_SKIPPED = {".git", ".venv", "build", "dist", ".cache"}
+_TEXT = {".py", ".md", ".toml", ".txt", ".c", ".h", ".sh", ".json", ".cfg", ".yml", ".yaml", ""}
+
+
+def _texts() -> list[Path]:
+    found = []
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if any(p in _SKIPPED or p.endswith(("_cache", ".egg-info")) or p == "__pycache__" for p in parts):
+            continue
+        if path.is_file() and path.suffix in _TEXT and not path.name.startswith(".coverage"):
+            found.append(path)
+    return found
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def test_no_file_names_a_registry_host_or_a_place_outside_the_repository() -> None:
+    files = _texts()
+    assert {"pyproject.toml", "Makefile", "README.md", "run"} <= {f.name for f in files}
+    found = [
+        f"{file.relative_to(ROOT)}: {word}"
+        for file in files
+        for text in [file.read_text(errors="replace")]
+        for word in (*_HOSTS, *_PLACES)
+        if word in text
+    ]
+    assert found == []
+
+
+def _imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def test_nothing_under_src_can_run_code_that_came_in_as_data() -> None:
+    unsafe = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+    found = {
+        str(f.relative_to(ROOT)): bad for f in _sources() if (bad := {i.split(".")[0] for i in _imports(f)} & unsafe)
+    }
+    calls = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in _sources()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
+    ]
+    # torch.distributed pickles in its *_object_* collectives, pyzmq in send_pyobj and recv_pyobj.
+    pickling = re.compile(r"\b(\w+_object(_list)?|gather_object|send_pyobj|recv_pyobj|torch\.load)\(")
+    hidden = [
+        f"{file.relative_to(ROOT)}: {match.group()}"
+        for file in _sources()
+        for match in pickling.finditer(file.read_text())
+    ]
+    assert (found, calls, hidden) == ({}, [], [])
+
+
+def test_source_asserts_nothing() -> None:
+    # An assert disappears under -O; user errors are classes of errors.py.
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in _sources()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+    assert found == []
+
+
+_MODULE_OF = {"pyzmq": "zmq"}
+
+
+def _modules_of(requirements: list[str]) -> set[str]:
+    names = [re.split(r"[<>=!~;\[ ]", r, maxsplit=1)[0] for r in requirements]
+    return {_MODULE_OF.get(n, n).replace("-", "_") for n in names}
+
+
+def test_every_third_party_import_is_a_declared_dependency() -> None:
+    core = _modules_of(PROJECT["dependencies"])
+    extras = _modules_of([r for rs in PROJECT["optional-dependencies"].values() for r in rs])
+    known = set(sys.stdlib_module_names) | {"weightbridge", "__future__"}
+    undeclared: dict[str, set[str]] = {}
+    for file in _sources():
+        layer = file.relative_to(SOURCE).parts[0]
+        allowed = known | core | (extras if layer in {"cli", "integrations", "testing"} else set())
+        if bad := {name.split(".")[0] for name in _imports(file)} - allowed:
+            undeclared[str(file.relative_to(ROOT))] = bad
+    assert undeclared == {}
+
+
+def test_every_direct_dependency_is_pinned_by_the_constraints() -> None:
+    lines = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    pinned = {re.split(r"==", line)[0].lower() for line in lines if "==" in line}
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    direct = {re.split(r"[<>=!~;\[ ]", r, maxsplit=1)[0].lower() for rs in groups for r in rs}
+    assert direct - pinned == set()
+
+
+def test_the_distribution_is_named_and_licensed_as_the_readme_says() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert PROJECT["name"] == "weightbridge-rl"
+    assert "pip install weightbridge-rl" in readme
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").rglob("*.md")) + sorted(ROOT.glob("*.md")), ids=lambda p: p.name
+)
+def test_relative_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    targets = [
+        t.split("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in t and not t.startswith("#")
+    ]
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").rglob("*.md")) + sorted(ROOT.glob("*.md")), ids=lambda p: p.name
+)
+def test_python_snippets_of_the_pages_compile_and_import_names_that_exist(page: Path) -> None:
+    import weightbridge
+
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        tree = ast.parse(snippet)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "weightbridge":
+                assert [a.name for a in node.names if a.name not in weightbridge.__all__] == []
