@@ -56,7 +56,9 @@ def main() -> None:
     if "--json" in sys.argv:
         print(json.dumps(result))
     else:
-        print(f"poll_requests with nothing to do: {min(poll) * 1e6:.3f} us (an empty method call: {min(empty) * 1e6:.3f} us)")
+        print(
+            f"poll_requests with nothing to do: {min(poll) * 1e6:.3f} us (an empty method call: {min(empty) * 1e6:.3f} us)"
+        )
 
 
 if __name__ == "__main__":

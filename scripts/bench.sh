@@ -11,9 +11,9 @@ if [ $# -gt 0 ]; then
         echo "no benchmark $name; there are: $(cd benchmarks 2>/dev/null && ls ./*.py | sed 's,^\./,,; s,\.py$,,' | tr '\n' ' ')" >&2
         exit 2
     fi
-    exec "$python" "benchmarks/$name.py" "$@"
+    exec "$python" -m "benchmarks.$name" "$@"
 fi
 for file in benchmarks/[!_]*.py; do
     echo "== $file"
-    "$python" "$file"
+    "$python" -m "benchmarks.$(basename "$file" .py)"
 done

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.multiprocess import toy_job as toy
+
 from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter
 from weightbridge.errors import WeightBridgeError
 

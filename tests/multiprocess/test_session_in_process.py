@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-
 from tests.multiprocess import toy_job as toy
+
 from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter, UpdateReport
 from weightbridge.errors import (
     ConnectError,
@@ -24,7 +24,11 @@ from weightbridge.errors import (
 )
 
 FAST = Options(
-    slot_bytes=4096, connect_timeout_seconds=20, update_timeout_seconds=15, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5
+    slot_bytes=24576,
+    connect_timeout_seconds=20,
+    update_timeout_seconds=15,
+    heartbeat_seconds=0.2,
+    heartbeat_timeout_seconds=5,
 )
 ENGINES = {"tp": toy.TP, "solo": 1}
 
@@ -160,7 +164,7 @@ def test_three_versions_arrive_bit_for_bit() -> None:
 def test_an_idle_engine_is_probed_and_updated_without_a_poll() -> None:
     """No engine ever polls: the control thread takes the step lock."""
     options = Options(
-        slot_bytes=4096, connect_timeout_seconds=20, update_timeout_seconds=15, idle_install=True,
+        slot_bytes=24576, connect_timeout_seconds=20, update_timeout_seconds=15, idle_install=True,
         heartbeat_seconds=0.2, heartbeat_timeout_seconds=5,
     )  # fmt: skip
     job = Job(options=options)
@@ -175,13 +179,13 @@ def test_an_idle_engine_is_probed_and_updated_without_a_poll() -> None:
         time.sleep(0.1)  # let the loops look at the last version
     assert [w.error for w in workers.values()] == [None] * 6
     assert job.wrong == []
-    assert {name: versions[-1] for name, versions in job.installed.items()} == {n: 3 for n in job.installed}
+    assert {name: versions[-1] for name, versions in job.installed.items()} == dict.fromkeys(job.installed, 3)
 
 
 def test_an_engine_that_steps_only_after_another_one_has_stepped() -> None:
     """Decode waits for prefill: the second engine must not be needed for the first to go on."""
     options = Options(
-        slot_bytes=4096, connect_timeout_seconds=20, update_timeout_seconds=15, idle_install=True,
+        slot_bytes=24576, connect_timeout_seconds=20, update_timeout_seconds=15, idle_install=True,
         heartbeat_seconds=0.2, heartbeat_timeout_seconds=5,
     )  # fmt: skip
     job = Job(options=options)
@@ -264,7 +268,13 @@ def test_another_checkpoint_is_refused() -> None:
 def test_endpoints_are_checked() -> None:
     spec = toy.checkpoint_spec()
     shard = toy.TrainerShard(spec, 0, 1)
-    common = {"group": None, "checkpoint": spec, "load_weights": shard.load_weights, "tensors": shard.tensors, "engines": ("a",)}
+    common = {
+        "group": None,
+        "checkpoint": spec,
+        "load_weights": shard.load_weights,
+        "tensors": shard.tensors,
+        "engines": ("a",),
+    }
     with pytest.raises(UsageError, match="tcp://"):
         SenderAdapter(endpoint="127.0.0.1:1", **common)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="token"):

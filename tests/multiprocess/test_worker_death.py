@@ -17,7 +17,9 @@ WORKERS = ("trainer/0", "trainer/1", "tp/0", "tp/1", "tp/2", "solo/0")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_job(tmp_path: Path, victim: str, how: signal.Signals, heartbeat_timeout: float) -> tuple[dict[str, dict], float]:
+def run_job(
+    tmp_path: Path, victim: str, how: signal.Signals, heartbeat_timeout: float
+) -> tuple[dict[str, dict], float]:
     """Results of the survivors, and when the victim was seen dead or stopped."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

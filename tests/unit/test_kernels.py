@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightbridge import kernels
 from weightbridge.errors import UsageError
 from weightbridge.kernels import Buffer, NativeKernels, ReferenceKernels, choose_kernels, copy_writes
@@ -21,7 +22,10 @@ from weightbridge.kernels.native import load_native
 from weightbridge.program.program import DESCRIPTOR, MAX_AXES, Op
 
 NATIVE = load_native() is not None
-IMPLEMENTATIONS = [ReferenceKernels, pytest.param(NativeKernels, marks=pytest.mark.skipif(not NATIVE, reason="not built"))]
+IMPLEMENTATIONS = [
+    ReferenceKernels,
+    pytest.param(NativeKernels, marks=pytest.mark.skipif(not NATIVE, reason="not built")),
+]
 SIZES = {
     Op.F32_TO_BF16: (4, 2),
     Op.BF16_TO_F32: (2, 4),
@@ -36,7 +40,9 @@ def buffer_of(array: np.ndarray) -> Buffer:
     return Buffer(array.ctypes.data, array.nbytes)
 
 
-def row(count, src_stride, dst_stride, *, src_offset=0, dst_offset=0, op=Op.COPY, itemsize=2, src_buffer=0, dst_buffer=0):
+def row(
+    count, src_stride, dst_stride, *, src_offset=0, dst_offset=0, op=Op.COPY, itemsize=2, src_buffer=0, dst_buffer=0
+):
     out = np.zeros(1, dtype=DESCRIPTOR)
     pad = MAX_AXES - len(count)
     out["count"] = [1] * pad + list(count)
@@ -188,7 +194,12 @@ def f32_specials() -> np.ndarray:
 def cast_all(implementation, op, values):
     source_size, target_size = SIZES[op]
     target = np.zeros(len(values) * target_size, np.uint8)
-    run(implementation, row([len(values)], [source_size], [target_size], op=op, itemsize=source_size), [values], [target])
+    run(
+        implementation,
+        row([len(values)], [source_size], [target_size], op=op, itemsize=source_size),
+        [values],
+        [target],
+    )
     return target.view({2: np.uint16, 4: np.uint32}[target_size])
 
 
@@ -224,7 +235,8 @@ def nearest_even(value: Fraction, mantissa_bits: int, smallest_exponent: int) ->
     (Op.F32_TO_F16, 10, -14, Fraction(65504)),
 ])  # fmt: skip
 def test_narrowing_rounds_to_nearest_even_by_definition(implementation, op, mantissa_bits, smallest, largest):
-    values = np.concatenate([f32_specials()[::997], np.frombuffer(struct.pack("<6f", 65504, 65519.99, 65520, 2**-24, 2**-25, 3e-8), "<u4")])  # fmt: skip
+    edges = np.array([65504, 65519.99, 65520, 2**-24, 2**-25, 3e-8, 1e-45], np.float32).view(np.uint32)
+    values = np.concatenate([f32_specials()[::997], edges])
     found = cast_all(implementation, op, values)
     for bits, result in zip(values.tolist(), found.tolist(), strict=True):
         (number,) = struct.unpack("<f", struct.pack("<I", bits))
@@ -248,9 +260,18 @@ def test_widening_is_exact_and_nan_keeps_sign_and_payload(implementation):
     wide = cast_all(implementation, Op.F16_TO_F32, halves)
     expected = np.array([struct.unpack("<e", struct.pack("<H", h))[0] for h in halves[~nan].tolist()], np.float32)
     np.testing.assert_array_equal(wide[~nan], expected.view(np.uint32))
-    assert cast_all(implementation, Op.F16_TO_F32, np.array([0xFC01, 0x7D55], np.uint16)).tolist() == [0xFFC02000, 0x7FEAA000]
-    assert cast_all(implementation, Op.F32_TO_F16, np.array([0xFF800001, 0x7FEAA000], np.uint32)).tolist() == [0xFE00, 0x7F55]
-    assert cast_all(implementation, Op.F32_TO_BF16, np.array([0xFF800001, 0x7FAB0000], np.uint32)).tolist() == [0xFFC0, 0x7FEB]
+    assert cast_all(implementation, Op.F16_TO_F32, np.array([0xFC01, 0x7D55], np.uint16)).tolist() == [
+        0xFFC02000,
+        0x7FEAA000,
+    ]
+    assert cast_all(implementation, Op.F32_TO_F16, np.array([0xFF800001, 0x7FEAA000], np.uint32)).tolist() == [
+        0xFE00,
+        0x7F55,
+    ]
+    assert cast_all(implementation, Op.F32_TO_BF16, np.array([0xFF800001, 0x7FAB0000], np.uint32)).tolist() == [
+        0xFFC0,
+        0x7FEB,
+    ]
     brain = cast_all(implementation, Op.BF16_TO_F32, halves)
     np.testing.assert_array_equal(brain, halves.astype(np.uint32) << 16)
 

@@ -43,7 +43,11 @@ class Channel:
 
     def open(self, frame: bytes) -> bytes:
         """The payload of a frame. Raises TransportError when it is forged, replayed or too short."""
-        counter, mac, payload = frame[:_COUNTER_BYTES], frame[_COUNTER_BYTES:][:_MAC_BYTES], frame[_COUNTER_BYTES + _MAC_BYTES :]
+        counter, mac, payload = (
+            frame[:_COUNTER_BYTES],
+            frame[_COUNTER_BYTES:][:_MAC_BYTES],
+            frame[_COUNTER_BYTES + _MAC_BYTES :],
+        )
         wanted = hmac.digest(self._receive_key, counter + payload, hashlib.sha256)
         if not hmac.compare_digest(mac, wanted):
             raise TransportError("control frame is not authentic; both sides need the same token")

@@ -87,7 +87,7 @@ class ControlThread:
     # --- on the control thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, w.MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -113,7 +113,7 @@ class ControlThread:
                 self._take_out(socket)
                 if self._stopping.is_set():
                     return
-                ready = dict(poller.poll(_POLL_SECONDS * 1000))
+                ready = dict(poller.poll(int(_POLL_SECONDS * 1000)))
                 if self._wake_read in ready:
                     with suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
@@ -163,9 +163,7 @@ class ControlThread:
 
     def _frame(self, socket: zmq.Socket[bytes], kind: bytes, body: bytes) -> None:
         if kind == b"C" and self._channel is None and len(body) == NONCE_BYTES:
-            self._channel = Channel(
-                token=self._options.token, dialler_nonce=self._nonce, hub_nonce=body, is_hub=False
-            )
+            self._channel = Channel(token=self._options.token, dialler_nonce=self._nonce, hub_nonce=body, is_hub=False)
             self._send(socket, self._join)
         elif kind == b"X" and not self._joined and not self._failed:
             self._fail(
@@ -190,7 +188,9 @@ class ControlThread:
             case w.Rejected(reason=reason):
                 if not self._failed:
                     who = self._join.worker
-                    self._fail(ConnectError(f"{who} was not let in at {self._endpoint}: {reason}", causes={who: reason}))
+                    self._fail(
+                        ConnectError(f"{who} was not let in at {self._endpoint}: {reason}", causes={who: reason})
+                    )
             case w.Welcome():
                 self._joined = True
                 self._on_message(message)

@@ -28,4 +28,4 @@ def failure_to_error(failure: w.Failure, *, me: str) -> errors.WeightBridgeError
         return errors.TransferTimeout(f"gave up waiting: {told}", waiting_for=tuple(causes), causes=causes)
     cls = getattr(errors, failure.kind, errors.WorkerError) if failure.kind in errors.__all__ else errors.InternalError
     own = set(causes) == {me}
-    return cls(told if not own else causes[me], causes=causes)  # type: ignore[no-any-return]
+    return cls(told if not own else causes[me], causes=causes)

@@ -10,7 +10,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import zmq
@@ -32,11 +32,13 @@ _LINGER_MS = 2000
 class Hub:
     """Gathers the workers of a job and takes them through connect and updates. Started by SenderAdapter on rank 0."""
 
-    def __init__(self, *, endpoint: str, spec: CheckpointSpec, num_trainers: int, engines: Sequence[str], options: Options) -> None:
+    def __init__(
+        self, *, endpoint: str, spec: CheckpointSpec, num_trainers: int, engines: Sequence[str], options: Options
+    ) -> None:
         """Binds the endpoint. Raises ConnectError when it is taken or no address of this machine."""
         self._spec = spec
         self._options = options
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, w.MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -137,8 +139,7 @@ class Hub:
                 case s.Refuse(connection=connection, message=rejected):
                     self._send(connection, rejected)
                 case s.MakePlan():
-                    plan = _in_thread(lambda i=instruction: self._plan(i))
-                    plan.start()
+                    threading.Thread(target=self._plan, args=(instruction,), name="wb-planner", daemon=True).start()
 
     def _plan(self, request: s.MakePlan) -> None:
         """On a thread of its own: heartbeats go on meanwhile."""
@@ -154,7 +155,3 @@ class Hub:
         with suppress(zmq.Again):
             sealed = self._channels[connection].seal(w.encode(message))
             self._socket.send_multipart([connection, b"M" + sealed], zmq.NOBLOCK)
-
-
-def _in_thread(work: Callable[[], None]) -> threading.Thread:
-    return threading.Thread(target=work, name="wb-planner", daemon=True)

@@ -90,7 +90,9 @@ def check_endpoint(endpoint: str, token: bytes) -> None:
     if parts.scheme != "tcp" or not parts.hostname or port is None:
         raise UsageError(f"endpoint {endpoint!r} is not of the form tcp://HOST:PORT, for example tcp://127.0.0.1:29700")
     if not token and not _is_loopback(parts.hostname):
-        raise UsageError(f"endpoint {endpoint!r} leaves this machine and no token is set; give every worker the same Options(token=...)")
+        raise UsageError(
+            f"endpoint {endpoint!r} leaves this machine and no token is set; give every worker the same Options(token=...)"
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -120,7 +120,13 @@ class ProgressThread:
             self._ready()[0].allow_assemble(version, attempt)
 
     def transfer(
-        self, *, version: int, attempt: int, is_trainer: bool, released: Callable[[], None], done: Callable[[NetworkBytes], None]
+        self,
+        *,
+        version: int,
+        attempt: int,
+        is_trainer: bool,
+        released: Callable[[], None],
+        done: Callable[[NetworkBytes], None],
     ) -> None:
         """Carry one version through; `done` gets the network bytes of this version."""
         executor, plan = self._ready()

@@ -149,4 +149,3 @@ class ReceiverAdapter:
         self._seat.control.call(lambda: self._agreement.done(request))
         self._seat.post_resumed(version, stopped_at, seconds_since_epoch())
         return True
-

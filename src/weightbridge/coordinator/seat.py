@@ -88,7 +88,12 @@ class Seat:
             dtypes=tuple(sorted({t.dtype.name for t in live_tensors(tensors())})),
         )  # fmt: skip
         self.control = ControlThread(
-            endpoint=endpoint, join=join, options=options, on_message=self._on_message, on_failure=self.fail, on_tick=self._on_tick
+            endpoint=endpoint,
+            join=join,
+            options=options,
+            on_message=self._on_message,
+            on_failure=self.fail,
+            on_tick=self._on_tick,
         )
 
     def start(self) -> None:
@@ -229,7 +234,9 @@ class Seat:
             with self.changed:
                 self.state.moved = {version: moved}
 
-        self.progress.transfer(version=version, attempt=attempt, is_trainer=self.is_trainer, released=released, done=done)
+        self.progress.transfer(
+            version=version, attempt=attempt, is_trainer=self.is_trainer, released=released, done=done
+        )
         if self.is_trainer:
             self._trainer_done(version)
 
@@ -243,7 +250,9 @@ class Seat:
         """Tell the hub that this worker computes again, and what the version cost it."""
         moved = self.state.moved.get(version, NetworkBytes(0, 0))
         self.post(
-            w.Resumed(version=version, stalled_at=stalled_at, resumed_at=resumed_at, sent=moved.sent, received=moved.received)
+            w.Resumed(
+                version=version, stalled_at=stalled_at, resumed_at=resumed_at, sent=moved.sent, received=moved.received
+            )
         )
 
     def _set(self, **changes: Any) -> None:

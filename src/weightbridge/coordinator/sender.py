@@ -46,14 +46,18 @@ class UpdateHandle:
 
         Raises WorkerError, IncompleteUpdateError or TransferTimeout; each names who failed in `.causes`.
         """
-        limit = self._seat.options.update_timeout_seconds + _GRACE_SECONDS if timeout_seconds is None else timeout_seconds
+        limit = (
+            self._seat.options.update_timeout_seconds + _GRACE_SECONDS if timeout_seconds is None else timeout_seconds
+        )
         version = self.version
         self._seat.wait_for(
             lambda s: s.report is not None and s.report.version >= version, f"the end of version {version}", limit
         )
         report = self._seat.state.report
         if report is None or report.version != version:
-            raise UsageError(f"the report of version {version} is gone: a later version has been sent since; wait before sending")
+            raise UsageError(
+                f"the report of version {version} is gone: a later version has been sent since; wait before sending"
+            )
         return UpdateReport(
             version=version,
             ewtt_seconds=report.ewtt_seconds,
@@ -113,7 +117,9 @@ class SenderAdapter:
         )  # fmt: skip
         self._seat.start()
         self._seat.run_probe()
-        limit = 5 * self._options.connect_timeout_seconds + _GRACE_SECONDS  # one for each phase; the hub's deadlines come first
+        limit = (
+            5 * self._options.connect_timeout_seconds + _GRACE_SECONDS
+        )  # one for each phase; the hub's deadlines come first
         self._seat.wait_for(lambda s: s.ready, "the session to be ready", limit)
         self._connected = True
 

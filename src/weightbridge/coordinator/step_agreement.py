@@ -130,7 +130,9 @@ class StepAgreement:
 
     def _begin_install(self, request: int, idle: bool) -> None:
         if idle:
-            self._idle_thread = threading.Thread(target=self._install_idle, args=(request,), name="wb-idle-install", daemon=True)
+            self._idle_thread = threading.Thread(
+                target=self._install_idle, args=(request,), name="wb-idle-install", daemon=True
+            )
             self._idle_thread.start()
             return
         with self._changed:

@@ -1,7 +1,8 @@
 """The executor: drives one worker's transfer machine on real memory, with kernels and transports.
 
-Called from one thread, the worker's progress thread, apart from `bind`, `allow_assemble` and `abort`. Everything that happens (transport events, kernel
-completions, words from the coordinator) arrives in one queue; the machine says what to do next.
+Called from one thread, the worker's progress thread, apart from `bind`, `allow_assemble` and `abort`. Everything that
+happens (transport events, kernel completions, words from the coordinator) arrives in one queue; the machine says what to
+do next.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +98,7 @@ class Executor:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._codec = codec_named(program.codec)
         self._index = {w.name: i for i, w in enumerate(workers)}
-        self._memory = SharedMemory(max(program.arena_bytes, 4096))
+        self._memory = SharedMemory(max(program.arena_bytes, 4096), prefault=True)
         self._transports: dict[str, t.Transport] = {
             "shm": ShmTransport(identity, self._events, deadline_seconds=deadline_seconds),
             "tcp": TcpTransport(identity, self._events, host=host, deadline_seconds=deadline_seconds),
@@ -249,7 +251,7 @@ class Executor:
 
     def _segment(self, stage: str, round_: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         begin = self._program.slot(stage).offset(round_) + offset
-        return self._memory.view[begin : begin + nbytes]
+        return self._memory.array[begin : begin + nbytes]
 
     def _timeout(self, machine: TransferMachine, seconds: float) -> TransferTimeout:
         waiting = [(self._workers[peer].name, what) for peer, what in machine.waiting_for()]
@@ -297,14 +299,14 @@ class _Transfer:
                 x._observe(instruction)
             match instruction:
                 case m.Pack(round=k):
-                    x._lane.submit(lambda k=k: self._pack(k), m.PackDone(k))
+                    x._lane.submit(partial(self._pack, k), m.PackDone(k))
                 case m.PostWrites(round=k, index=i):
                     self._post(k, i)
                 case m.Decode(round=k):
-                    x._lane.submit(lambda k=k: self._decode(k), m.DecodeDone(k))
+                    x._lane.submit(partial(self._decode, k), m.DecodeDone(k))
                 case m.Assemble(round=k):
                     prepared = x._assembles[k] if x._assembles else None
-                    x._lane.submit(lambda p=prepared: self._launch(p), m.AssembleDone(k))
+                    x._lane.submit(partial(self._launch, prepared), m.AssembleDone(k))
                 case m.Signal(peer=peer, tag=tag):
                     self._transport_post(peer, np.zeros((0, 3), dtype=np.int64), tag, b"")
                 case m.Released():
@@ -400,7 +402,9 @@ class _Transfer:
         x = self._x
         name = x._workers[peer].name
         if tag.round >= len(x._program.rounds) or tag.stage >= len(STAGES):
-            raise TransportError(f"{name} tagged round {tag.round}, stage {tag.stage}: the plan has no such round or stage")
+            raise TransportError(
+                f"{name} tagged round {tag.round}, stage {tag.stage}: the plan has no such round or stage"
+            )
         for a in x._program.rounds[tag.round].awaits:
             if a.peer == peer and a.stage == STAGES[tag.stage]:
                 lengths = np.frombuffer(payload, dtype="<i8") if len(payload) % 8 == 0 else np.zeros(0, "<i8")

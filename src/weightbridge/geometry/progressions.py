@@ -22,7 +22,7 @@ def last(start: Int64Array, step: Int64Array, count: Int64Array) -> Int64Array:
     return start + step * (count - 1)
 
 
-def contains(start: Int64Array, step: Int64Array, count: Int64Array, index: Int64Array) -> BoolArray:
+def contains(start: Int64Array, step: Int64Array, count: Int64Array, index: Int64Array | np.int64) -> BoolArray:
     """Whether each progression contains `index`; arguments broadcast."""
     offset = index - start
     found: BoolArray = (offset >= 0) & (offset <= step * (count - 1)) & (offset % step == 0)
@@ -55,7 +55,9 @@ def intersection(a: Cells, b: Cells) -> Cells:
     step = step_a * modulus
     start = start_a + step_a * turns
     low = np.maximum(start_a, start_b)
-    start = start - (start - low) // step * step  # the first common index >= low, as start and low differ by turns of step
+    start = (
+        start - (start - low) // step * step
+    )  # the first common index >= low, as start and low differ by turns of step
     high = np.minimum(last(start_a, step_a, count_a), last(start_b, step_b, count_b))
     count = np.where(meets & (high >= start), (high - start) // step + 1, 0)
     return start, np.where(count > 1, step, 1), count
@@ -97,7 +99,7 @@ def _refine_strided(start: Int64Array, step: Int64Array, count: Int64Array, poin
     groups = np.split(order + low, np.flatnonzero(np.diff(label[order])) + 1)
     pieces = []
     for group in groups:
-        if contains(start, step, count, np.int64(group[0])).any():  # type: ignore[arg-type]
+        if contains(start, step, count, np.int64(group[0])).any():
             pieces.append(cut_into_progressions(group))
     found = [np.concatenate(column) for column in zip(*pieces, strict=True)]
     by_start = np.argsort(found[0], kind="stable")

@@ -38,9 +38,7 @@ class Kernels(ABC):
     name: str
 
     @abstractmethod
-    def prepare(
-        self, table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer]
-    ) -> Any:
+    def prepare(self, table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer]) -> Any:
         """Bind a descriptor table to memory, once, at connect. Returns an opaque value for `launch`.
 
         Raises UsageError naming the row and both numbers when a descriptor leaves its buffer, on an unknown op, or when

@@ -55,11 +55,20 @@ def check_table(table: npt.NDArray[np.void], sources: Sequence[Buffer], destinat
     _refuse(itemsize != expected, lambda i: f"op {op[i]} needs itemsize {expected[i]}, found {itemsize[i]}")
     _refuse(itemsize < 1, lambda i: f"itemsize is {itemsize[i]}, expected at least 1")
     count = table["count"]
-    _refuse((count < 0).any(axis=1), lambda i: f"counts {count[i].tolist()} must not be negative")
-    empty = (count == 0).any(axis=1)
-    _check_side("source", table["src_buffer"], table["src_offset"], table["src_stride"], count, source_size, empty, sources)
+    _refuse(np.any(count < 0, axis=1), lambda i: f"counts {count[i].tolist()} must not be negative")
+    empty: npt.NDArray[np.bool_] = np.any(count == 0, axis=1)
     _check_side(
-        "destination", table["dst_buffer"], table["dst_offset"], table["dst_stride"], count, destination_size, empty, destinations
+        "source", table["src_buffer"], table["src_offset"], table["src_stride"], count, source_size, empty, sources
+    )
+    _check_side(
+        "destination",
+        table["dst_buffer"],
+        table["dst_offset"],
+        table["dst_stride"],
+        count,
+        destination_size,
+        empty,
+        destinations,
     )
 
 
@@ -86,11 +95,14 @@ def _check_side(
         last = offset + np.maximum(span, 0).sum(axis=1) + size
     _refuse(~empty & (first < 0), lambda i: f"{side} begins at byte {first[i]}, before byte 0 of buffer {buffer[i]}")
     _refuse(
-        ~empty & (last > capacity), lambda i: f"{side} ends at byte {last[i]}, but buffer {buffer[i]} has {capacity[i]} bytes"
+        ~empty & (last > capacity),
+        lambda i: f"{side} ends at byte {last[i]}, but buffer {buffer[i]} has {capacity[i]} bytes",
     )
 
 
 def _refuse(bad: npt.NDArray[np.bool_], describe: Callable[[int], str]) -> None:
     if bad.any():
         row = int(np.argmax(bad))
-        raise UsageError(f"descriptor row {row}: {describe(row)}; the table belongs to other memory or is damaged", row=row)
+        raise UsageError(
+            f"descriptor row {row}: {describe(row)}; the table belongs to other memory or is damaged", row=row
+        )

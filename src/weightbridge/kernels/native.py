@@ -64,7 +64,9 @@ class NativeKernels(Kernels):
         if not 1 <= self._num_threads <= 16:
             raise UsageError(f"num_threads is {self._num_threads}, expected 1 to 16")
 
-    def prepare(self, table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer]) -> _Prepared:
+    def prepare(
+        self, table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer]
+    ) -> _Prepared:
         """Check the table, resolve addresses, merge axes, cut and batch. See `Kernels.prepare`."""
         check_table(table, sources, destinations)
         cast = self._ffi.cast

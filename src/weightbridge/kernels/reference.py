@@ -23,7 +23,9 @@ class ReferenceKernels(Kernels):
 
     name = "reference"
 
-    def prepare(self, table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer]) -> _Prepared:
+    def prepare(
+        self, table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer]
+    ) -> _Prepared:
         """Check the table and keep byte views of the buffers. See `Kernels.prepare`."""
         check_table(table, sources, destinations)
         return table.copy(), [_view(b) for b in sources], [_view(b) for b in destinations]
@@ -45,14 +47,21 @@ class ReferenceKernels(Kernels):
 
 
 def _view(buffer: Buffer) -> _Bytes:
-    return np.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address))
 
 
-def _strided(memory: _Bytes, offset: int, count: npt.NDArray[np.int64], stride: npt.NDArray[np.int64], size: int) -> _Bytes:
+def _strided(
+    memory: _Bytes, offset: int, count: npt.NDArray[np.int64], stride: npt.NDArray[np.int64], size: int
+) -> _Bytes:
     """The elements as [*count, size] bytes; bytes as the last axis make unaligned elements a matter of course."""
-    return np.ndarray(
-        shape=(*count.tolist(), size), dtype=np.uint8, buffer=memory, offset=int(offset), strides=(*stride.tolist(), 1)
+    elements: _Bytes = np.ndarray(
+        shape=(*count.tolist(), size),
+        dtype=np.uint8,
+        buffer=memory,
+        offset=int(offset),
+        strides=(*stride.tolist(), 1),
     )
+    return elements
 
 
 def cast(op: int, values: _Bytes) -> _Bytes:
@@ -81,14 +90,17 @@ def _f32_to_bf16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     with np.errstate(over="ignore"):
         rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    return np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+    out: npt.NDArray[np.uint16] = np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+    return out
 
 
 def _f32_to_f16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         rounded = bits.view(np.float32).astype(np.float16).view(np.uint16)
-    quiet = ((bits >> np.uint32(16)) & np.uint32(0x8000)) | np.uint32(0x7E00) | ((bits >> np.uint32(13)) & np.uint32(0x1FF))
+    quiet = (
+        ((bits >> np.uint32(16)) & np.uint32(0x8000)) | np.uint32(0x7E00) | ((bits >> np.uint32(13)) & np.uint32(0x1FF))
+    )
     return np.where(nan, quiet.astype(np.uint16), rounded)
 
 
@@ -97,7 +109,9 @@ def _f16_to_f32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint32]:
     with np.errstate(invalid="ignore"):
         wide = bits.view(np.float16).astype(np.float32).view(np.uint32)
     long = bits.astype(np.uint32)
-    quiet = ((long & np.uint32(0x8000)) << np.uint32(16)) | np.uint32(0x7FC00000) | ((long & np.uint32(0x1FF)) << np.uint32(13))
+    quiet = (
+        ((long & np.uint32(0x8000)) << np.uint32(16))
+        | np.uint32(0x7FC00000)
+        | ((long & np.uint32(0x1FF)) << np.uint32(13))
+    )
     return np.where(nan, quiet, wide)
-
-

@@ -26,5 +26,8 @@ def copy_writes(source: Buffer, destination: Buffer, writes: npt.NDArray[np.int6
     rows = np.ascontiguousarray(writes, dtype=np.int64)
     cast = module.ffi.cast
     module.lib.wb_copy_writes(
-        cast("char *", source.address), cast("char *", destination.address), cast("int64_t *", rows.ctypes.data), len(rows)
+        cast("char *", source.address),
+        cast("char *", destination.address),
+        cast("int64_t *", rows.ctypes.data),
+        len(rows),
     )

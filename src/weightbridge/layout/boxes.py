@@ -8,6 +8,7 @@ runs across a dim's end (an FSDP flat shard that begins mid-row has a head, whol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -98,7 +99,9 @@ def expand(source_map: SourceMap, spec: CheckpointSpec, num_dims: int | None = N
     copies = source_map.copies
     if not len(copies):
         empty, square = np.zeros(0, dtype=np.int64), np.zeros((0, dims), dtype=np.int64)
-        return BoxTable(tensor=empty, live=empty, start=square, step=square, count=square, live_start=empty, live_stride=square)
+        return BoxTable(
+            tensor=empty, live=empty, start=square, step=square, count=square, live_start=empty, live_stride=square
+        )
     _check_range(copies, spec)
     found: list[tuple[Int64Array, ...]] = []
     num_rows = 0
@@ -108,7 +111,9 @@ def expand(source_map: SourceMap, spec: CheckpointSpec, num_dims: int | None = N
             num_rows += len(part[0])
             if num_rows > _MAX_ROWS:
                 name = spec.tensors[int(copies.tensor[part[0][0]])].name
-                raise LayoutError(f"tensor {name!r}: its layout needs more than {_MAX_ROWS} boxes; it is no slice copy", tensor=name)
+                raise LayoutError(
+                    f"tensor {name!r}: its layout needs more than {_MAX_ROWS} boxes; it is no slice copy", tensor=name
+                )
     rows, start, step, count, live_start, live_stride = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.lexsort((live_start, rows))
     rows = rows[order]
@@ -120,7 +125,9 @@ def expand(source_map: SourceMap, spec: CheckpointSpec, num_dims: int | None = N
 
 def _check_range(copies: CopyTable, spec: CheckpointSpec) -> None:
     if int(copies.tensor.min()) < 0 or int(copies.tensor.max()) >= len(spec.tensors):
-        raise LayoutError(f"a copy names tensor {int(copies.tensor.max())}, the checkpoint has {len(spec.tensors)} tensors")
+        raise LayoutError(
+            f"a copy names tensor {int(copies.tensor.max())}, the checkpoint has {len(spec.tensors)} tensors"
+        )
     extent = (copies.count - 1) * copies.src_stride
     low = copies.src_start + np.minimum(extent, 0).sum(axis=1)
     high = copies.src_start + np.maximum(extent, 0).sum(axis=1)
@@ -156,7 +163,12 @@ def _patterns(copies: CopyTable, spec: CheckpointSpec) -> list[tuple[tuple[int, 
     found = []
     for i, pattern in enumerate(patterns.tolist()):
         rows = order[bounds[i] : bounds[i + 1]]
-        axes = zip(pattern[1 : 1 + num_axes], pattern[1 + num_axes : 1 + 2 * num_axes], pattern[1 + 2 * num_axes :], strict=True)
+        axes = zip(
+            pattern[1 : 1 + num_axes],
+            pattern[1 + num_axes : 1 + 2 * num_axes],
+            pattern[1 + 2 * num_axes :],
+            strict=True,
+        )
         found.append((names[pattern[0]], _Work(rows, src[rows], live[rows], tuple(a for a in axes if a[0] > 1))))
     return found
 
@@ -166,7 +178,8 @@ def _to_boxes(first: _Work, shape: tuple[int, ...], num_dims: int) -> list[tuple
     dims = [d for d, n in enumerate(shape) if n > 1]  # a dim of extent 1 has no pitch of its own
     sizes = [shape[d] for d in dims]
     pitches = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    todo, found = [first], []
+    todo = [first]
+    found: list[tuple[Int64Array, ...]] = []
     while todo:
         work = todo.pop()
         work = _Work(work.rows, work.src, work.live, tuple(a for a in work.axes if a[0] > 1))
@@ -196,7 +209,7 @@ def _dim_of(stride: int, pitches: list[int]) -> int:
 def _split(work: _Work, sizes: list[int], pitches: list[int]) -> list[_Work] | None:
     """Parts that are nearer to boxes, or None when `work` is boxes: each axis along one dim, no carry, one axis a dim."""
     by_dim: dict[int, list[int]] = {}
-    for i, (count, src, live) in enumerate(work.axes):
+    for i, (count, src, _) in enumerate(work.axes):
         if src == 0:
             return [work.enumerate_axis(i)]  # one element at several live places
         d = _dim_of(src, pitches)
@@ -212,7 +225,9 @@ def _split(work: _Work, sizes: list[int], pitches: list[int]) -> list[_Work] | N
         if len(axes) == 1:
             continue
         axes = sorted(axes, key=lambda i: work.axes[i][1])
-        reach = work.src // pitches[d] % sizes[d] + sum((work.axes[i][0] - 1) * work.axes[i][1] // pitches[d] for i in axes)
+        reach = work.src // pitches[d] % sizes[d] + sum(
+            (work.axes[i][0] - 1) * work.axes[i][1] // pitches[d] for i in axes
+        )
         carries = reach >= sizes[d]  # together they leave the dim though each alone does not
         if carries.any():
             parts = [work.pick(carries).enumerate_axis(axes[-1])]
@@ -242,7 +257,7 @@ def _split_carry(work: _Work, axis: int, size: int, step: int, at: Int64Array) -
 
 def _merge_two(work: _Work, axes: list[int]) -> _Work:
     """Two axes of one dim, innermost first in `axes`: one axis where they form one progression, else one is enumerated."""
-    for inner, outer in zip(axes, axes[1:], strict=False):
+    for inner, outer in pairwise(axes):
         count_in, src_in, live_in = work.axes[inner]
         count_out, src_out, live_out = work.axes[outer]
         if src_out == src_in * count_in and live_out == live_in * count_in:

@@ -31,7 +31,8 @@ class Correspondence:
     def __post_init__(self) -> None:
         if not len(self.workers) == len(self.holds) == len(self.maps):
             raise LayoutError(
-                f"{len(self.workers)} workers, {len(self.holds)} roles and {len(self.maps)} source maps; expected one each a worker"
+                f"{len(self.workers)} workers, {len(self.holds)} roles and {len(self.maps)} source maps; "
+                "expected one of each a worker"
             )
         for name, source_map in zip(self.workers, self.maps, strict=True):
             if source_map.spec_digest != self.spec.digest:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -46,7 +46,9 @@ class LiveTensor:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.strides):
-            raise LayoutError(f"live tensor {self.name!r}: shape {self.shape} and strides {self.strides} differ in length")
+            raise LayoutError(
+                f"live tensor {self.name!r}: shape {self.shape} and strides {self.strides} differ in length"
+            )
 
     @property
     def numel(self) -> int:
@@ -143,7 +145,7 @@ class SourceMap:
     live: tuple[LiveTensor, ...]
     copies: CopyTable
     constants: tuple[Constant, ...] = ()
-    untouched: Mapping[str, int] = {}  # noqa: RUF012 (frozen; never mutated)
+    untouched: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -14,10 +14,11 @@ from msgspec import Meta
 from weightbridge.errors import TransportError
 
 __all__ = [
-    "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION", "AllowAssemble", "AskIdle", "Begin", "Closed", "Commit", "Committed", "ConnectPeers",
-    "Connected", "Failure", "Goodbye", "Heartbeat", "IdleAnswer", "IdleInstall", "IdleRelease", "InstallNow", "Installed", "Join", "LayoutReady",
-    "Message", "Parked", "PeerEndpoint", "PlanReady", "ProgramReady", "Promise", "Propose", "Ready", "Rejected", "Report", "Resumed",
-    "RunProbe", "SendReady", "Slot", "StopRequest", "Stopped", "Transferred", "Welcome", "WorkerFailed", "decode", "encode",
+    "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION", "AllowAssemble", "AskIdle", "Begin", "Closed", "Commit", "Committed",
+    "ConnectPeers", "Connected", "Failure", "Goodbye", "Heartbeat", "IdleAnswer", "IdleInstall", "IdleRelease",
+    "InstallNow", "Installed", "Join", "LayoutReady", "Message", "Parked", "PeerEndpoint", "PlanReady",
+    "ProgramReady", "Promise", "Propose", "Ready", "Rejected", "Report", "Resumed", "RunProbe", "SendReady", "Slot",
+    "StopRequest", "Stopped", "Transferred", "Welcome", "WorkerFailed", "decode", "encode",
 ]  # fmt: skip
 
 PROTOCOL_VERSION = 1
@@ -36,7 +37,7 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknow
 # --- life of a worker -------------------------------------------------------------------------------------------------
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """Worker -> hub, first. size: workers of its side (trainer group or engine). dtypes: of its live tensors."""
 
     protocol: Count
@@ -51,31 +52,31 @@ class Join(Message):
     dtypes: Annotated[tuple[Name, ...], Meta(max_length=64)]
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Hub -> worker: joined."""
 
     session: Count
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """Hub -> worker: not joined, and why."""
 
     reason: Text
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Both ways, each `heartbeat_seconds`."""
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """Worker -> hub: leaves in good order."""
 
 
-class Closed(Message):
+class Closed(Message, frozen=True):
     """Hub -> rollout workers: the trainers have left in good order; go on with the weights you have."""
 
 
-class WorkerFailed(Message):
+class WorkerFailed(Message, frozen=True):
     """Worker -> hub: this worker failed, or it lost the peer named in `lost` ("" for none). kind: error class name."""
 
     kind: Name
@@ -83,7 +84,7 @@ class WorkerFailed(Message):
     lost: Name = ""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """Hub -> all: the session is over. causes: worker -> what happened; poisoned: engines that hold mixed versions."""
 
     kind: Name
@@ -95,20 +96,20 @@ class Failure(Message):
 # --- connect ----------------------------------------------------------------------------------------------------------
 
 
-class RunProbe(Message):
+class RunProbe(Message, frozen=True):
     """Hub -> worker: every worker of its side is parked; probe now. dtypes: union over the side."""
 
     request: Count
     dtypes: tuple[Name, ...]
 
 
-class LayoutReady(Message):
+class LayoutReady(Message, frozen=True):
     """Worker -> hub: source map in its wire form."""
 
     source_map: bytes
 
 
-class PlanReady(Message):
+class PlanReady(Message, frozen=True):
     """Hub -> all: the plan in its wire form; lower your own program."""
 
     epoch: Count
@@ -131,127 +132,127 @@ class PeerEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slots: tuple[Slot, ...]
 
 
-class ProgramReady(Message):
+class ProgramReady(Message, frozen=True):
     """Worker -> hub: program lowered and verified, memory registered."""
 
     plan_digest: Name
     endpoint: PeerEndpoint
 
 
-class ConnectPeers(Message):
+class ConnectPeers(Message, frozen=True):
     """Hub -> all: join with your peers. peers: worker name -> endpoint."""
 
     attempt: Count
     peers: dict[Name, PeerEndpoint]
 
 
-class Connected(Message):
+class Connected(Message, frozen=True):
     """Worker -> hub: joined with all its peers."""
 
     attempt: Count
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """Hub -> all: every connection stands; updates may come."""
 
 
 # --- the agreement on one step ----------------------------------------------------------------------------------------
 
 
-class Propose(Message):
+class Propose(Message, frozen=True):
     """Hub -> engine worker: promise a poll you will not pass. connect: the request is for probing, not for an update."""
 
     request: Count
     connect: bool
 
 
-class Promise(Message):
+class Promise(Message, frozen=True):
     request: Count
     bound: Count
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     request: Count
     target: Count
 
 
-class Parked(Message):
+class Parked(Message, frozen=True):
     request: Count
 
 
-class AskIdle(Message):
+class AskIdle(Message, frozen=True):
     request: Count
     attempt: Count
 
 
-class IdleAnswer(Message):
+class IdleAnswer(Message, frozen=True):
     request: Count
     attempt: Count
     held: bool
     count: Count
 
 
-class IdleInstall(Message):
+class IdleInstall(Message, frozen=True):
     request: Count
     attempt: Count
 
 
-class IdleRelease(Message):
+class IdleRelease(Message, frozen=True):
     request: Count
     attempt: Count
 
 
-class InstallNow(Message):
+class InstallNow(Message, frozen=True):
     """Hub -> engine worker: every worker of the engine waits in the agreed poll."""
 
     request: Count
 
 
-class Installed(Message):
+class Installed(Message, frozen=True):
     request: Count
 
 
-class StopRequest(Message):
+class StopRequest(Message, frozen=True):
     """Hub -> engine worker: the request is off; go on."""
 
     request: Count
 
 
-class Stopped(Message):
+class Stopped(Message, frozen=True):
     request: Count
 
 
 # --- one update -------------------------------------------------------------------------------------------------------
 
 
-class SendReady(Message):
+class SendReady(Message, frozen=True):
     """Trainer -> hub: send_weights(version) was called here."""
 
     version: Count
 
 
-class Begin(Message):
+class Begin(Message, frozen=True):
     """Hub -> all: start the transfer of this version."""
 
     version: Count
     attempt: Count
 
 
-class AllowAssemble(Message):
+class AllowAssemble(Message, frozen=True):
     """Hub -> all: every engine has parked; live weights may be overwritten."""
 
     version: Count
     attempt: Count
 
 
-class Transferred(Message):
+class Transferred(Message, frozen=True):
     """Worker -> hub: this worker has done its part of the transfer."""
 
     version: Count
     attempt: Count
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     """Hub -> worker: all workers of your side are done; the version is whole here. request: the agreement it ends."""
 
     version: Count
@@ -259,7 +260,7 @@ class Committed(Message):
     request: Count = 0
 
 
-class Resumed(Message):
+class Resumed(Message, frozen=True):
     """Worker -> hub: computing again. Times are seconds since the epoch by this machine's clock.
 
     sent, received: network bytes of this version, counted by the kernel.
@@ -272,7 +273,7 @@ class Resumed(Message):
     received: Count
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """Hub -> trainers: the version has arrived everywhere."""
 
     version: Count
@@ -283,9 +284,10 @@ class Report(Message):
 
 
 _ALL = (
-    Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | RunProbe | LayoutReady | PlanReady
-    | ProgramReady | ConnectPeers | Connected | Propose | Promise | Commit | Parked | AskIdle | IdleAnswer | IdleInstall
-    | IdleRelease | InstallNow | Installed | StopRequest | Stopped | SendReady | Begin | AllowAssemble | Transferred | Committed | Resumed | Report
+    Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | RunProbe
+    | LayoutReady | PlanReady | ProgramReady | ConnectPeers | Connected | Propose | Promise | Commit | Parked
+    | AskIdle | IdleAnswer | IdleInstall | IdleRelease | InstallNow | Installed | StopRequest | Stopped
+    | SendReady | Begin | AllowAssemble | Transferred | Committed | Resumed | Report
 )  # fmt: skip
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_ALL)
@@ -301,6 +303,6 @@ def decode(data: bytes) -> Message:
     if len(data) > MAX_MESSAGE_BYTES:
         raise TransportError(f"control message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
     try:
-        return _DECODER.decode(data)  # type: ignore[no-any-return]
+        return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
         raise TransportError(f"control message not understood: {error}; both sides must run the same version") from None

@@ -139,7 +139,14 @@ class SessionMachine:
     """One job. `handle(event, now)` returns what the shell has to do; `now` is in seconds of any steady clock."""
 
     def __init__(
-        self, *, session: int, spec_digest: str, num_trainers: int, engines: Iterable[str], timeouts: SessionTimeouts, now: float
+        self,
+        *,
+        session: int,
+        spec_digest: str,
+        num_trainers: int,
+        engines: Iterable[str],
+        timeouts: SessionTimeouts,
+        now: float,
     ) -> None:
         """engines: names of the engines that have to join before the session is ready."""
         self.session = session
@@ -229,7 +236,9 @@ class SessionMachine:
         for engine in self._engines:
             ranks = {j.rank: j.size for j in self._joins.values() if j.engine == engine}
             size = next(iter(ranks.values()), 0)
-            missing += [f"{engine}/{r}" for r in range(size) if r not in ranks] if size else [f"{engine}/* (no worker of it)"]
+            missing += (
+                [f"{engine}/{r}" for r in range(size) if r not in ranks] if size else [f"{engine}/* (no worker of it)"]
+            )
         return missing
 
     # --- connect ----------------------------------------------------------------------------------------------------------
@@ -428,7 +437,9 @@ class SessionMachine:
     def _tick(self, now: float) -> None:
         if self.phase in (Phase.FAILED, Phase.CLOSED):
             return
-        silent = {n: now - t for n, t in self._last_seen.items() if now - t > self._timeouts.heartbeat and n not in self._gone}
+        silent = {
+            n: now - t for n, t in self._last_seen.items() if now - t > self._timeouts.heartbeat and n not in self._gone
+        }
         if silent:
             self._fail({n: f"gave no sign of life for {s:.0f} s" for n, s in sorted(silent.items())}, "WorkerError")
             return
@@ -441,14 +452,17 @@ class SessionMachine:
             limit = self._timeouts.update
         elif self.phase is Phase.READY:
             waited, limit = (now - self._send_since if self._send_ready else 0.0), self._timeouts.update
-        if waited > limit and self.phase is not Phase.FAILED:
+        if waited > limit:
             self._fail({who: f"{what} (waited {waited:.0f} s)" for who, what in self._waiting_for()}, "TransferTimeout")
 
     def _waiting_for(self) -> list[tuple[str, str]]:
         """(worker, what is awaited from it), for the message of a deadline."""
         match self.phase:
             case Phase.GATHERING:
-                return [(name, "did not join the session; start it with the sender's endpoint") for name in self._missing_joins()]
+                return [
+                    (name, "did not join the session; start it with the sender's endpoint")
+                    for name in self._missing_joins()
+                ]
             case Phase.PROBING:
                 late = [(n, "did not report its layout") for n in self._order() if n not in self._maps]
                 return late or [("hub", "is still probing")]
@@ -457,7 +471,11 @@ class SessionMachine:
             case Phase.CONNECTING:
                 return [(n, "did not connect to its peers") for n in self._order() if n not in self._connected]
             case Phase.READY:
-                return [(j.worker, "did not call send_weights") for j in self._members("") if j.worker not in self._send_ready]
+                return [
+                    (j.worker, "did not call send_weights")
+                    for j in self._members("")
+                    if j.worker not in self._send_ready
+                ]
             case Phase.UPDATING if self._update is not None:
                 return self._waiting_for_update(self._update)
             case _:
@@ -468,7 +486,10 @@ class SessionMachine:
         for engine in self._engines:
             if engine not in update.agreed:
                 names = {j.rank: j.worker for j in self._members(engine)}
-                parked += [(names[m], f"engine did not stop at one step: {what}") for m, what in self._leaders[engine].waiting_for()]
+                parked += [
+                    (names[m], f"engine did not stop at one step: {what}")
+                    for m, what in self._leaders[engine].waiting_for()
+                ]
         moving = [(n, "did not finish its part of the transfer") for n in self._order() if n not in update.transferred]
         resuming = [(n, "did not resume") for n in self._order() if n not in update.resumed]
         return parked or moving or resuming

@@ -47,14 +47,16 @@ class Network:
     def targets(self) -> tuple[tuple[int, ...], ...]:
         """Per class the nodes that need it and must get it over the network."""
         return tuple(
-            tuple(sorted({self.node_of[w] for w in c.needers} - {self.node_of[w] for w in c.holders})) for c in self.classes
+            tuple(sorted({self.node_of[w] for w in c.needers} - {self.node_of[w] for w in c.holders}))
+            for c in self.classes
         )
 
     @cached_property
     def local(self) -> tuple[tuple[int, ...], ...]:
         """Per class the nodes that need it and have a holder of it themselves."""
         return tuple(
-            tuple(sorted({self.node_of[w] for w in c.needers} & {self.node_of[w] for w in c.holders})) for c in self.classes
+            tuple(sorted({self.node_of[w] for w in c.needers} & {self.node_of[w] for w in c.holders}))
+            for c in self.classes
         )
 
     @cached_property
@@ -125,7 +127,8 @@ class _Model:
 
     def links(self) -> tuple[coo_matrix, FloatArray]:
         """Rows flow - bandwidth * T <= limit, in the order of `Flow.link_dual`."""
-        net, entries, limits = self.net, [], []
+        net = self.net
+        entries: list[tuple[int, int, float]] = []
         column_t = self.num_flows
         trainer_row = {t: i for i, t in enumerate(net.topology.trainers)}
         forward_row = {v: len(trainer_row) + i for i, v in enumerate(net.rollout_nodes)}

@@ -69,7 +69,11 @@ def _columns(rows: Int64Array, dims: int) -> Boxes:
 
 
 def _tile(
-    tiled: list[tuple[int, int]], pieces: list[tuple[Boxes, Int64Array]], sets: dict[bytes, int], num_workers: int, dims: int
+    tiled: list[tuple[int, int]],
+    pieces: list[tuple[Boxes, Int64Array]],
+    sets: dict[bytes, int],
+    num_workers: int,
+    dims: int,
 ) -> Atoms:
     sizes = np.array([len(names) for _, names in pieces], dtype=np.int64)
     offsets = np.cumsum(sizes) - sizes
@@ -116,7 +120,7 @@ def refine_signature(worker: Int64Array, boxes: Boxes, holds: BoolArray) -> tupl
     distinct, which = np.unique(stacked, axis=0, return_inverse=True)
     owners = np.zeros((len(distinct), len(holds)), dtype=bool)
     owners[which.reshape(-1), worker] = True
-    refinement = _Refinement(_columns(distinct, boxes[0].shape[1]), owners[:, ~holds].any(axis=1))
+    refinement = _Refinement(_columns(distinct, boxes[0].shape[1]), np.asarray(owners[:, ~holds].any(axis=1)))
     atoms, cover = refinement.run()
     atoms, cover = _merge(atoms, cover)
     reach = np.array([owners[ids].any(axis=0) for ids in refinement.covers], dtype=bool).reshape(-1, len(holds))
@@ -159,7 +163,8 @@ class _Refinement:
         lines = np.stack([self.start[ids, dim], self.step[ids, dim], self.count[ids, dim]], axis=1)
         distinct, which = np.unique(lines, axis=0, return_inverse=True)
         start, step, count = refine(*distinct.T)
-        member = contains(*(column[None, :] for column in distinct.T), start[:, None])  # [cells, lines]
+        low, stride, length = (column[None, :] for column in distinct.T)
+        member = contains(low, stride, length, start[:, None])  # [cells, lines]
         patterns, pattern_of = np.unique(member, axis=0, return_inverse=True)
         below = [self._descend(dim + 1, ids[pattern[which.reshape(-1)]]) for pattern in patterns]
         parts: list[list[Int64Array]] = [[], [], []]

@@ -34,7 +34,9 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if self.alignment <= 0 or self.alignment % SEGMENT_ALIGNMENT_BYTES:
-            raise UsageError(f"alignment must be a positive multiple of {SEGMENT_ALIGNMENT_BYTES} bytes, got {self.alignment}")
+            raise UsageError(
+                f"alignment must be a positive multiple of {SEGMENT_ALIGNMENT_BYTES} bytes, got {self.alignment}"
+            )
         if self.slot_bytes <= 0 or self.min_rounds < 1 or self.epoch < 0:
             raise UsageError(
                 f"slot_bytes and min_rounds must be positive and epoch not negative, got {self.slot_bytes}, "
@@ -53,7 +55,9 @@ def make_plan(
     """
     options = options or PlanOptions()
     if len(maps) != len(topology.workers):
-        raise UsageError(f"{len(maps)} source maps for {len(topology.workers)} workers; give one for each, in their order")
+        raise UsageError(
+            f"{len(maps)} source maps for {len(topology.workers)} workers; give one for each, in their order"
+        )
     for role, found in ((Role.TRAINER, topology.trainers), (Role.ROLLOUT, topology.rollouts)):
         if not found:
             raise PlanError(f"the topology has no {role.value} worker; a plan needs at least one on each side")

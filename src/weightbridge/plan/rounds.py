@@ -28,7 +28,7 @@ def slot_loads(plan: Plan, rounds: range) -> npt.NDArray[np.int64]:
     cuts = plan.cuts(range(rounds.start, rounds.stop + 1))
     parts = np.diff(cuts, axis=0)
     parts += -parts % SEGMENT_ALIGNMENT_BYTES
-    loads = np.zeros((len(rounds), len(plan.topology.workers), 3), dtype=np.int64)
+    loads = np.zeros((3, len(plan.topology.workers), len(rounds)), dtype=np.int64)
     for kind, (worker, sizes) in enumerate(
         (
             (plan.routes["sender"], parts),
@@ -36,8 +36,9 @@ def slot_loads(plan: Plan, rounds: range) -> npt.NDArray[np.int64]:
             (plan.hops["dst"], parts[:, plan.hops["route"]]),
         )
     ):
-        np.add.at(loads[:, :, kind], (slice(None), worker), sizes)
-    return loads
+        np.add.at(loads[kind], worker, sizes.T)
+    found: npt.NDArray[np.int64] = loads.transpose(2, 1, 0)
+    return found
 
 
 def _worst(plan: Plan) -> int:

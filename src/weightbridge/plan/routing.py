@@ -51,7 +51,14 @@ def make_routes(net: Network, flow: Flow, alignment: int) -> tuple[npt.NDArray[n
     for node in net.rollout_nodes:
         routes = _forward(net, routes, node, alignment)
     routes += _enter(net, _local_pieces(net, alignment), alignment)
-    routes.sort(key=lambda r: (r.class_id, net.node_of[r.sender] == r.node, r.node if r.node in net.local[r.class_id] else -1, r.lo))
+    routes.sort(
+        key=lambda r: (
+            r.class_id,
+            net.node_of[r.sender] == r.node,
+            r.node if r.node in net.local[r.class_id] else -1,
+            r.lo,
+        )
+    )
     table = np.array([(r.class_id, r.lo, r.hi, r.sender, r.entry) for r in routes], dtype=ROUTE)
     stage = STAGES.index("exchange")
     hops = [(i, stage, r.entry, dst) for i, r in enumerate(routes) for _, dst in sorted(r.onward.items())]
@@ -215,5 +222,3 @@ def busiest_link_seconds(net: Network, routes: npt.NDArray[np.void], hops: npt.N
         by_node = np.bincount(node_of, weights=load)
         worst = max([worst, *(float(by_node[v]) / rate for v, rate in net.caps)])
     return worst
-
-

@@ -108,16 +108,21 @@ def decode_plan(data: bytes, *, max_bytes: int = MAX_PLAN_BYTES) -> Plan:
     except msgspec.MsgspecError as error:
         raise PlanError(f"the plan does not decode: {error}; the message is damaged or from another version") from error
     if m.format != _FORMAT:
-        raise PlanError(f"the plan has wire format {m.format}, this side speaks {_FORMAT}; use the same version on all sides")
+        raise PlanError(
+            f"the plan has wire format {m.format}, this side speaks {_FORMAT}; use the same version on all sides"
+        )
     columns = {
         name: _unpack(name, getattr(m, name), _INT64, 2 if name in ("start", "step", "count") else 1).astype(np.int64)
         for name in ("tensor", "start", "step", "count", "class_id", "stream_offset")
     }
     rows = {len(column) for column in columns.values()}
     if len(rows) != 1 or m.rounds < 1 or m.alignment < 1 or m.slot_bytes < 1:
-        raise PlanError("the plan's atom columns differ in length, or its rounds, alignment or slot size is not positive")
+        raise PlanError(
+            "the plan's atom columns differ in length, or its rounds, alignment or slot size is not positive"
+        )
     workers = tuple(
-        Worker(name=w.name, role=w.role, node=w.node, rank=w.rank, engine=w.engine, bandwidth=w.bandwidth) for w in m.workers
+        Worker(name=w.name, role=w.role, node=w.node, rank=w.rank, engine=w.engine, bandwidth=w.bandwidth)
+        for w in m.workers
     )
     t_min, link_bound, busiest = m.bounds
     plan = Plan(
@@ -131,9 +136,7 @@ def decode_plan(data: bytes, *, max_bytes: int = MAX_PLAN_BYTES) -> Plan:
         rounds=m.rounds,
         alignment=m.alignment,
         slot_bytes=m.slot_bytes,
-        bounds=Bounds(
-            t_min_seconds=t_min, link_bound_seconds=link_bound, busiest_link_seconds=busiest, dual=m.dual
-        ),
+        bounds=Bounds(t_min_seconds=t_min, link_bound_seconds=link_bound, busiest_link_seconds=busiest, dual=m.dual),
     )
     if plan.digest != m.digest:
         raise PlanError(f"the plan's digest is {plan.digest}, the message says {m.digest}; it was damaged on the way")

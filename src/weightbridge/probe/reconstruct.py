@@ -20,7 +20,8 @@ __all__ = ["Rectangles", "rectangles"]
 
 Int64Array = npt.NDArray[np.int64]
 
-_CHUNK_NUMEL = 1 << 20
+_CHUNK_NUMEL = 1 << 18
+"""Rows with entries x columns with entries integrated at once."""
 
 
 class Rectangles(NamedTuple):

@@ -7,7 +7,7 @@ point by point (which checkpoint element is this byte of the stream, and does th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from weightbridge.program.program import MAX_AXES, Op, Round, WorkerProgram
 __all__ = ["check_contents"]
 
 Int64Array = npt.NDArray[np.int64]
-_CHUNK = 1 << 12  # descriptors looked at together
+_POINTS = 1 << 19  # points looked at together
 _PAIRS = 1 << 21  # point-box pairs looked at together
 _NUM_INNER = 8  # points inside each descriptor besides its corners
 
@@ -51,7 +51,7 @@ def check_contents(
         else:
             _count_live(written, table, source_map)
     if not trainer:
-        _check_written(written, source_map, name)
+        _check_written(written, spec, source_map, name)
 
 
 # --- bounds and coverage ----------------------------------------------------------------------------------------------
@@ -131,11 +131,14 @@ def _count_live(written: list[npt.NDArray[np.uint8]], table: npt.NDArray[np.void
             raise InternalError(f"an element of live tensor {source_map.live[live].name!r} is assembled twice")
 
 
-def _check_written(written: list[npt.NDArray[np.uint8]], source_map: SourceMap, name: str) -> None:
-    """Exactly the elements that the map's copies fill have been written."""
+def _check_written(
+    written: list[npt.NDArray[np.uint8]], spec: CheckpointSpec, source_map: SourceMap, name: str
+) -> None:
+    """Exactly the elements that the map's copies fill have been written; constants of the spec never travel."""
     copies = source_map.copies
+    constant = np.array([t.name in spec.constants for t in spec.tensors], dtype=bool)
     num_wanted = np.zeros(len(source_map.live), dtype=np.int64)
-    for i in range(len(copies)):
+    for i in np.flatnonzero(~constant[copies.tensor]).tolist():
         live = int(copies.live[i])
         num_wanted[live] += int(copies.numel[i])
         view = _strided(written[live], int(copies.live_start[i]), copies.count[i].tolist(), copies.live_stride[i].tolist())
@@ -158,30 +161,42 @@ def _points(
     (slot, _), (live, _) = _sides(table, to_live=to_live)
     corners = (np.arange(1 << MAX_AXES)[:, None] >> np.arange(MAX_AXES)) & 1  # [64, MAX_AXES]
     inner = np.random.default_rng(0).random((_NUM_INNER, MAX_AXES))
-    step = 1 if exhaustive else _CHUNK
-    for begin in range(0, len(table), step):
-        part = table[begin : begin + step]
-        count = part["count"]
+    numel = table["count"].prod(axis=1) if exhaustive else np.full(len(table), 1 << MAX_AXES)
+    begin = 0
+    while begin < len(table):
+        num_before = np.cumsum(numel[begin:]) - numel[begin:]
+        stop = begin + int(np.searchsorted(num_before, _POINTS, side="left"))
+        count = table["count"][begin:stop]
         if exhaustive:
-            index = np.indices(count[0].tolist()).reshape(MAX_AXES, -1).T
-            rows = np.zeros(len(index), dtype=np.int64)
+            rows = np.repeat(np.arange(stop - begin), numel[begin:stop])
+            rest = np.arange(len(rows)) - num_before[rows]
+            index = np.empty((len(rows), MAX_AXES), dtype=np.int64)
+            for axis in range(MAX_AXES - 1, -1, -1):
+                rest, index[:, axis] = np.divmod(rest, count[rows, axis])
         else:
             used = ~((corners[None] == 1) & (count[:, None] == 1)).any(axis=2)  # one point per distinct corner
             rows, corner = np.nonzero(used)
-            index = corners[corner] * (count[rows] - 1)
             more = (inner[None] * count[:, None]).astype(np.int64).reshape(-1, MAX_AXES)
-            rows, index = np.concatenate([rows, np.repeat(np.arange(len(part)), _NUM_INNER)]), np.concatenate([index, more])
-        at = [part[f"{s}_offset"][rows] + (index * part[f"{s}_stride"][rows]).sum(axis=1) for s in (slot, live)]
-        yield rows + begin, at[0], at[1]
+            index = np.concatenate([corners[corner] * (count[rows] - 1), more])
+            rows = np.concatenate([rows, np.repeat(np.arange(stop - begin), _NUM_INNER)])
+        rows += begin
+        at = [table[f"{s}_offset"][rows] + (index * table[f"{s}_stride"][rows]).sum(axis=1) for s in (slot, live)]
+        yield rows, at[0], at[1]
+        begin = stop
 
 
 @dataclass(kw_only=True)
 class _Truth:
-    """Answers which checkpoint element a slot byte holds, and whether the map puts that element at a live byte."""
+    """Answers which checkpoint element a slot byte holds, and whether the map puts that element at a live byte.
+
+    cuts: [2, num_routes] where the parts of round `cut_round` begin and end.
+    """
 
     plan: Plan
     spec: CheckpointSpec
     source_map: SourceMap
+    cut_round: int = -1
+    cuts: Int64Array = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
 
     @cached_property
     def boxes(self) -> BoxTable:
@@ -207,8 +222,10 @@ class _Truth:
                 routes = np.concatenate([routes, np.flatnonzero(plan.routes["entry"] == worker)])
         rows: list[tuple[int, int, int]] = []
         at = 0
+        if self.cut_round != k:
+            self.cut_round, self.cuts = k, plan.cuts(range(k, k + 2))
         for route in sorted(routes.tolist()):
-            lo, hi = plan.part(route, k)
+            lo, hi = self.cuts[:, route].tolist()
             if hi > lo:
                 rows.append((at, int(plan.routes["class_id"][route]), lo))
                 at += (hi - lo + 63) // 64 * 64

@@ -144,56 +144,48 @@ class _Job:
         ends = np.searchsorted(round_[order], np.arange(self.plan.rounds + 1, dtype=np.int64))
         return [table[order[ends[k] : ends[k + 1]]] for k in range(self.plan.rounds)]
 
+    def _needs(self, worker: int) -> npt.NDArray[np.bool_]:
+        """[num_routes] whether the bytes of each route are among those the worker needs."""
+        needed = np.array([worker in c.needers for c in self.plan.classes], dtype=bool)
+        return needed[self.plan.routes["class_id"]] if len(needed) else np.zeros(0, dtype=bool)
+
     def _sources(self) -> tuple[list[tuple[int, str]], list[Int64Array]]:
         """Slots of this node that hold bytes this worker needs, and for each the rows of its layout to take.
 
-        A route that lies in several slots of the node is taken from the own one, else from the first.
+        Each byte enters a node once, so the routes that lie on this node hold each needed class exactly once.
         """
-        needed = np.array([self.worker in c.needers for c in self.plan.classes], dtype=bool)
-        wanted = needed[self.plan.routes["class_id"]] if len(needed) else np.zeros(0, dtype=bool)
+        wanted = self._needs(self.worker)
         sources: list[tuple[int, str]] = []
         rows: list[Int64Array] = []
-        neighbours = [self.worker, *(n for n in self.neighbours() if n != self.worker)]
-        for source in ((n, stage) for n in neighbours for stage in STAGES):
+        missing = {c: k.nbytes for c, k in enumerate(self.plan.classes) if self.worker in k.needers}
+        for source in ((n, stage) for n in self.neighbours() for stage in STAGES):
             routes = self.layout(*source).routes
             mine = np.flatnonzero(wanted[routes])
             if len(mine):
-                wanted[routes[mine]] = False
                 sources.append(source)
                 rows.append(mine)
-        if wanted.any():
-            missing = int(np.argmax(wanted))
-            name = self.plan.topology.workers[self.worker].name
-            raise InternalError(f"worker {name!r} needs route {missing}, which reaches no worker of its node; the plan is wrong")
+                taken = self.plan.routes[routes[mine]]
+                for class_id in _distinct(taken["class_id"]):
+                    part = taken[taken["class_id"] == class_id]
+                    missing[class_id] -= int((part["hi"] - part["lo"]).sum())
+        for class_id, nbytes in missing.items():
+            if nbytes:
+                name, node = self.plan.topology.workers[self.worker].name, self.plan.topology.workers[self.worker].node
+                problem = f"{nbytes} bytes never reach" if nbytes > 0 else f"{-nbytes} bytes reach more than once"
+                raise InternalError(f"worker {name!r} needs class {class_id}, of which {problem} node {node!r}; the plan is wrong")
         return sources, rows
 
     def readers(self) -> list[tuple[int, ...]]:
         """Per round, the neighbours that read this worker's slots: the mirror image of their `_sources`."""
-        plan = self.plan
-        result: list[set[int]] = [set() for _ in range(plan.rounds)]
-        if plan.topology.workers[self.worker].role is Role.TRAINER:
-            return [()] * plan.rounds
-        for stage in STAGES:
-            layout = self.layout(self.worker, stage)
-            full = layout.hi > layout.lo
-            for other in self.neighbours():
-                if other == self.worker:
-                    continue
-                needs = np.array([other in c.needers for c in plan.classes], dtype=bool)
-                read = needs[plan.routes["class_id"][layout.routes]] & ~self._nearer(other, stage, layout.routes)
-                for k in np.flatnonzero((full & read[:, None]).any(axis=0)).tolist():
-                    result[k].add(other)
-        return [tuple(sorted(r)) for r in result]
-
-    def _nearer(self, other: int, stage: str, routes: Int64Array) -> npt.NDArray[np.bool_]:
-        """[m] whether `other` finds the route in a slot it prefers to slot `stage` of this worker."""
-        nearer = np.zeros(len(routes), dtype=bool)
-        order = [other, *(n for n in self.neighbours() if n != other)]
-        for source in ((n, s) for n in order for s in STAGES):
-            if source == (self.worker, stage):
-                break
-            nearer |= np.isin(routes, self.layout(*source).routes)
-        return nearer
+        result: list[set[int]] = [set() for _ in range(self.plan.rounds)]
+        if self.plan.topology.workers[self.worker].role is Role.ROLLOUT:
+            for layout in (self.layout(self.worker, stage) for stage in STAGES):
+                full = layout.hi > layout.lo
+                for other in self.neighbours():
+                    read = self._needs(other)[layout.routes]
+                    for k in np.flatnonzero((full & read[:, None]).any(axis=0)).tolist():
+                        result[k].add(other)
+        return [tuple(sorted(r - {self.worker})) for r in result]
 
     # --- writes -------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ def _aligned(nbytes: Int64Array) -> Int64Array:
 
 def route_cuts(plan: Plan) -> Int64Array:
     """[num_routes, rounds + 1] bytes of the class stream at which each route is cut: part k is [k] to [k + 1]."""
-    return plan.cuts(range(plan.rounds + 1)).T
+    cuts: Int64Array = plan.cuts(range(plan.rounds + 1)).T
+    return cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +83,13 @@ def slot_layout(plan: Plan, worker: int, stage: str, cuts: Int64Array) -> SlotLa
     return SlotLayout(routes=routes, lo=cuts[:, :-1], hi=cuts[:, 1:], offset=ends - sizes, used_bytes=used)
 
 
-def slotarena_of(plan: Plan, worker: int) -> tuple[SlotSpec, ...]:
+def slot_specs(plan: Plan, worker: int) -> tuple[SlotSpec, ...]:
     """The slots of a worker's arena: "send" for a trainer, one per stage for a rollout; all 64-byte aligned."""
     return arena_of(plan, worker, route_cuts(plan))
 
 
 def arena_of(plan: Plan, worker: int, cuts: Int64Array) -> tuple[SlotSpec, ...]:
+    """`slot_specs` for a caller that has the cuts at hand."""
     stages = (SEND,) if plan.topology.workers[worker].role is Role.TRAINER else STAGES
     specs: list[SlotSpec] = []
     at = 0

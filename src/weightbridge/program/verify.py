@@ -105,7 +105,8 @@ class _View:
     @cached_property
     def cuts(self) -> Int64Array:
         """[num_routes, rounds + 1] stream bytes at which each route is cut."""
-        return self.plan.cuts(range(self.plan.rounds + 1)).T
+        cuts: Int64Array = self.plan.cuts(range(self.plan.rounds + 1)).T
+        return cuts
 
     def held(self, worker: int) -> dict[int, int]:
         """Route -> stage in which `worker` has it; -1 for what a trainer sends."""
@@ -242,27 +243,24 @@ def _check_neighbours(program: WorkerProgram, view: _View) -> None:
     node = plan.topology.workers[me].node
     others = [w for w in plan.topology.on_node(node, Role.ROLLOUT) if w != me]
     held = view.held(me) if not view.is_trainer else {}
-    theirs = {w: view.held(w) for w in others}
-    found: list[tuple[int, int, int, bool]] = []  # route, stage, who finds it here, whether nowhere else
+    found: list[tuple[int, int, int]] = []  # route, stage, who finds it here and, a byte entering a node once, only here
     for route, stage in held.items():
         needers = set(plan.classes[int(plan.routes["class_id"][route])].needers)
-        only = not any(route in theirs[w] for w in others)
-        found += [(route, stage, other, only) for other in others if other in needers and route not in theirs[other]]
+        found += [(route, stage, other) for other in others if other in needers]
     for k, round_ in enumerate(program.rounds):
         used = {s for s, _ in round_.assemble.sources}
         if used - {me} != set(round_.reads) or not used <= {me, *others}:
             raise InternalError(_at(view, k, f"reads {sorted(round_.reads)}, but its table draws on {sorted(used)}"))
-        here = [f for f in found if view.cuts[f[0], k + 1] > view.cuts[f[0], k]]
-        must = {other: STAGES[stage] for _, stage, other, only in here if only}
-        may = {other for _, _, other, _ in here}
+        must = {other: STAGES[stage] for route, stage, other in found if view.cuts[route, k + 1] > view.cuts[route, k]}
         for other, stage_name in must.items():
             if other not in round_.readers:
                 raise InternalError(
                     f"slot {stage_name!r} of {view.name(me)!r} would be released in round {k} while neighbour "
                     f"{view.name(other)!r} still reads it: it is missing among the readers {list(round_.readers)}"
                 )
-        if not set(round_.readers) <= may:
-            raise InternalError(_at(view, k, f"waits for readers {sorted(set(round_.readers) - may)} that need nothing of it"))
+        if not must.keys() >= set(round_.readers):
+            extra = sorted(set(round_.readers) - must.keys())
+            raise InternalError(_at(view, k, f"waits for readers {extra} that need nothing of it"))
 
 
 def _at(view: _View, k: int, what: str) -> str:

@@ -39,7 +39,10 @@ class Scenario:
     after the other. idle_attempts: how often the leader may ask for idleness while the engine still runs (it may always
     once the engine rests, else an idle engine could not end). forgetful: the network loses and delivers; otherwise it
     keeps every message and may deliver each at any time and any number of times (loss, delay, doubling and reordering at
-    once, but a message is never gone for good). deaths: workers that may die. aborts: requests that may be given up.
+    once, but a message is never gone for good). prompt: the leader hears at once what workers say (what it says to them is
+    as late as ever, so workers see all they could see otherwise, bar what depends on the order of the leader's own
+    inputs). single_steps: let others act between any two loads or stores of a worker, see _blocks.
+    deaths: workers that may die. aborts: requests that may be given up.
     leader_dies: the leader may vanish; every worker notices at some time. by_hub: a hub says InstallAllowed in place of
     IdleInstall too.
     """
@@ -51,6 +54,8 @@ class Scenario:
     num_requests: int = 1
     idle_attempts: int = 0
     forgetful: bool = False
+    prompt: bool = False
+    single_steps: bool = False
     deaths: int = 0
     aborts: int = 0
     leader_dies: bool = False
@@ -88,19 +93,19 @@ class _Worker(NamedTuple):
     inbox: frozenset[a.MemberEvent]
     outbox: frozenset[a.MemberInstruction]
     alive: bool
-    promised: tuple[int, int]  # newest promise: (request, bound)
-    heard: int  # newest request whose decision or end this worker has heard
+    limit: tuple[
+        int, int
+    ]  # (request, the poll it may not return from): its promise, then the decision; NO_GATE: may go on
     installs: tuple[tuple[int, int], ...]  # (request, count)
     aborted: int  # newest request whose Aborted was handled
 
 
 class _Leader(NamedTuple):
     """The leader without its views of the members, which are kept beside the workers; and what it was heard to say:
-    decided and agreed (request, target), the newest request that failed or was done."""
+    agreed (request, target), the newest request that failed or was done."""
 
     machine: tuple[Any, ...]
     started: int
-    decided: tuple[int, int]
     agreed: tuple[tuple[int, int], ...]
     failed: int
     done: int
@@ -138,6 +143,34 @@ class _Answer(NamedTuple):
     attempt: int
 
 
+class _Touches(IntEnum):
+    """What a move reads or writes of what the worker's two threads share; a poll thread's moves add POLL."""
+
+    NOTHING = 0
+    COUNT = 1
+    LOCK = 2
+    GATE = 4
+    LOCAL = 8
+    POLL = 16
+
+
+class _Move(NamedTuple):
+    """One thing that a worker can do. step: the step that has to have begun everywhere first, -1 for none."""
+
+    label: str
+    after: int
+    touches: int
+    step: int = -1
+
+
+_POLL = _Touches.POLL
+_ENDS_STEP = _Touches.POLL | _Touches.LOCK
+_CONTROL_TOUCHES = {
+    a.ReadCount: _Touches.COUNT,
+    a.WriteGate: _Touches.GATE,
+    a.TryLock: _Touches.LOCK,
+    a.ReleaseLock: _Touches.LOCK,
+}
 _SENDS = (a.SendPromise, a.SendIdle, a.SendParked, a.SendInstalled, a.SendAborted)
 
 
@@ -158,7 +191,8 @@ class AgreementModel:
         self._leaders: list[_Leader] = []
         self._numbers: dict[Any, int] = {}
         self._facts: list[_Facts] = []
-        self._moves: dict[int, list[tuple[str, int, int]]] = {}
+        self._found_blocks: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self._moves: dict[int, list[_Move]] = {}
         self._heard: dict[Any, _Answer] = {}
         self._where_views = slot_names(leader).index("_views")
 
@@ -170,7 +204,7 @@ class AgreementModel:
         leader = self._leader_kind(tuple(range(len(s.starts))))
         workers = [self._fresh(polls) for polls in s.starts]
         machine, views = self._split(leader)
-        at = self._number(self._leaders, _Leader(machine, 0, (0, 0), (), 0, 0, True, s.deaths, s.aborts))
+        at = self._number(self._leaders, _Leader(machine, 0, (), 0, 0, True, s.deaths, s.aborts))
         slots = [self._slot(view, self._worker(worker)) for view, worker in zip(views, workers, strict=True)]
         return [state for _, state in self._tell("start", at, slots, a.Start(1))]
 
@@ -183,10 +217,11 @@ class AgreementModel:
                 continue  # a worker in the very state of the one before: the same thing under another name
             seen = number
             slot = self._slots[number]
-            for label, worker, step in self._worker_moves(slot.worker):
-                if step >= 0 and not self._step_may_end(step, slots):
-                    continue
-                yield label, self._with(at, slots, position, self._slot(slot.view, worker))
+            floor = self._steps_begun_by_others(position, slots) if self.scenario.lock_step else 0
+            for label, worker in self._blocks(slot.worker, floor):
+                changed = slots.copy()
+                changed[position] = self._slot(slot.view, worker)
+                yield label, self._settle(at, changed, position, slot.worker)
             yield from self._leader_hears(at, slots, position, slot)
             yield from self._world_strikes(at, slots, position, slot)
         yield from self._leader_acts(at, slots)
@@ -196,15 +231,12 @@ class AgreementModel:
         leader = self._leaders[state[0]]
         facts = [self._facts[self._slots[number].worker] for number in state[1:]]
         agreed = dict(leader.agreed)
-        decided, target = leader.decided
         newest, newest_target = leader.agreed[-1] if leader.agreed else (0, 0)
         for fact in facts:
             for request, count in fact.installs.items():
                 if agreed.get(request) != count:
                     where = "nothing" if request not in agreed else f"poll {agreed[request]}"
                     raise PropertyViolated(f"a worker installed request {request} at {count}, agreed was {where}")
-            if decided > max(newest, leader.failed, fact.aborted) and fact.polls > target:
-                raise PropertyViolated(f"a worker is at poll {fact.polls}, past the decided target {target}")
             pending = fact.alive and newest > max(leader.failed, fact.aborted) and newest not in fact.installs
             if pending and fact.held_at != newest_target:
                 raise PropertyViolated(
@@ -237,8 +269,7 @@ class AgreementModel:
             inbox=frozenset(),
             outbox=frozenset(),
             alive=True,
-            promised=(0, 0),
-            heard=0,
+            limit=(0, a.NO_GATE),
             installs=(),
             aborted=0,
         )
@@ -262,6 +293,14 @@ class AgreementModel:
     def _slot(self, view: Any, worker: int) -> int:
         return self._number(self._slots, _Slot(view, worker))
 
+    def _settle(self, at: int, slots: list[int], position: int, before: int) -> State:
+        """If the scenario says so, the leader hears at once what the worker at `position` has just said."""
+        if self.scenario.prompt and self._leaders[at].alive:
+            said = self._workers[self._slots[slots[position]].worker].outbox - self._workers[before].outbox
+            for sent in said:
+                at, slots, _ = self._hear(at, slots, _heard_from(position, sent))
+        return (at, *sorted(slots))
+
     def _with(self, at: int, slots: list[int], position: int, number: int) -> State:
         changed = slots.copy()
         changed[position] = number
@@ -278,7 +317,7 @@ class AgreementModel:
             begun=worker.polls - (worker.at in (_At.COUNTED, _At.WAITING, _At.INSTALLING)),
             installs=dict(worker.installs),
             held_at=worker.polls if held else -1,
-            rests=worker.polls >= self.scenario.num_polls and worker.at is _At.OUTSIDE,
+            rests=self._has_made_all_polls(worker) and worker.at is _At.OUTSIDE,
             quiet=idle and worker.gate == a.NO_GATE and not held,
             aborted=worker.aborted,
         )
@@ -287,47 +326,101 @@ class AgreementModel:
         values, where = freeze(leader), self._where_views
         return (*values[:where], *values[where + 1 :]), values[where]
 
-    # --- the poll thread ---
+    # --- what a worker does ---
 
-    def _worker_moves(self, number: int) -> list[tuple[str, int, int]]:
-        """(label, new number, step that has to end everywhere first or -1) for everything this worker can do."""
+    def _moves_of(self, number: int, floor: int) -> list[_Move]:
+        """Every single thing this worker can do while all others have begun step `floor`."""
         moves = self._moves.get(number)
         if moves is None:
             worker = self._workers[number]
             found = [*self._poll_moves(worker), *self._control_moves(worker)] if worker.alive else []
-            moves = self._moves[number] = [(label, self._worker(after), step) for label, after, step in found]
-        return moves
+            moves = [_Move(label, self._worker(after), touches) for label, after, touches in found]
+            if self.scenario.lock_step and worker.at is _At.STEPPING:
+                moves = [m._replace(step=worker.polls) if m.touches == _ENDS_STEP else m for m in moves]
+            moves = self._moves[number] = [move for move in moves if move.after != number]
+        return [move for move in moves if move.step <= floor]
+
+    def _blocks(self, number: int, floor: int) -> list[tuple[str, int]]:
+        """(label, new number) for everything this worker can do up to the next thing that others could notice.
+
+        Whatever nobody notices can be put off until just before something that is noticed and needs it: the worker's inbox
+        only grows meanwhile. So it is enough to let others act at those points, and at the ends where nothing is left to
+        do. All orders of the worker's own two threads in which one can tell the difference are gone through, load by load
+        and store by store; a poll move that no later control move of the block could tell is left to the next block.
+        """
+        blocks = self._found_blocks.get((number, floor))
+        if blocks is not None:
+            return blocks
+        found: dict[int, str] = {}
+        seen = {(number, 0)}
+        ways = [(number, 0, "")]
+        while ways:
+            at, untold, way = ways.pop()
+            moves = self._moves_of(at, floor)
+            if not moves and at != number:
+                found[at] = way
+            for move in moves:
+                label = f"{way}; {move.label}" if way else move.label
+                by_poll = move.touches & _Touches.POLL
+                left = move.touches if by_poll else (0 if untold & move.touches else untold)
+                if self.scenario.single_steps or (self._is_noticed(at, move.after) and (by_poll or not left)):
+                    found.setdefault(move.after, label)
+                elif not self._is_noticed(at, move.after) and (move.after, left) not in seen:
+                    seen.add((move.after, left))
+                    ways.append((move.after, left, label))
+        blocks = self._found_blocks[number, floor] = [(label, after) for after, label in found.items()]
+        return blocks
+
+    def _is_noticed(self, before: int, after: int) -> bool:
+        was, now = self._workers[before], self._workers[after]
+        begins = self.scenario.lock_step and self._facts[before].begun < self._facts[after].begun
+        return begins or was.installs != now.installs or not now.outbox <= was.outbox
+
+    def _steps_begun_by_others(self, position: int, slots: list[int]) -> int:
+        facts = [self._facts[self._slots[number].worker] for number in (*slots[:position], *slots[position + 1 :])]
+        return min((fact.begun for fact in facts if not fact.rests), default=a.NO_GATE)
+
+    # --- the poll thread ---
 
     def _poll_moves(self, w: _Worker) -> Iterator[tuple[str, _Worker, int]]:
         match w.at:
             case _At.OUTSIDE:
-                if w.polls < self.scenario.num_polls and w.lock is _Lock.FREE:
-                    yield "poll thread takes the step lock", w._replace(at=_At.LOCKED, lock=_Lock.POLL), -1
+                if not self._has_made_all_polls(w) and w.lock is _Lock.FREE:
+                    yield "poll takes the step lock", w._replace(at=_At.LOCKED, lock=_Lock.POLL), _POLL | _Touches.LOCK
             case _At.LOCKED:
-                yield f"stores count {w.polls + 1}", w._replace(at=_At.COUNTED, polls=w.polls + 1), -1
+                counted = w._replace(at=_At.COUNTED, polls=w.polls + 1)
+                yield f"poll stores count {w.polls + 1}", counted, _POLL | _Touches.COUNT
             case _At.COUNTED if w.polls < w.gate:
-                yield f"poll {w.polls} goes on", self._return_from_poll(w), -1
+                yield f"poll {w.polls} goes on", self._return_from_poll(w), _POLL | _Touches.GATE
             case _At.COUNTED:
-                posted = (*w.local, a.Reached(w.polls))
-                yield f"poll {w.polls} waits at gate {w.gate}", w._replace(at=_At.WAITING, local=posted), -1
+                waits = w._replace(at=_At.WAITING, local=(*w.local, a.Reached(w.polls)))
+                yield f"poll {w.polls} waits at gate {w.gate}", waits, _POLL | _Touches.GATE | _Touches.LOCAL
             case _At.WAITING:
                 if w.mailbox:
-                    at_work = self._install(w, w.mailbox)._replace(at=_At.INSTALLING, mailbox=0)
-                    yield f"poll {w.polls} installs request {w.mailbox}", at_work, -1
+                    installs = self._install(w, w.mailbox)._replace(at=_At.INSTALLING, mailbox=0)
+                    yield f"poll {w.polls} installs request {w.mailbox}", installs, _POLL
                 if w.gate > w.polls:
-                    yield f"poll {w.polls} is let go", self._return_from_poll(w), -1
+                    yield f"poll {w.polls} is let go", self._return_from_poll(w), _POLL | _Touches.GATE
             case _At.INSTALLING:
-                posted = (*w.local, a.InstallDone(w.installs[-1][0]))
-                yield f"poll {w.polls} has installed", self._return_from_poll(w)._replace(local=posted), -1
+                done = (*w.local, a.InstallDone(w.installs[-1][0]))
+                yield (
+                    f"poll {w.polls} has installed",
+                    self._return_from_poll(w)._replace(local=done),
+                    _POLL | _Touches.LOCAL,
+                )
             case _At.STEPPING:
-                done = w._replace(at=_At.OUTSIDE, lock=_Lock.FREE)
-                yield f"step {w.polls} ends", done, w.polls if self.scenario.lock_step else -1
+                yield f"step {w.polls} ends", w._replace(at=_At.OUTSIDE, lock=_Lock.FREE), _ENDS_STEP
+
+    def _has_made_all_polls(self, w: _Worker) -> bool:
+        """Polls after the last request is over are left out: they can show nothing new."""
+        over = max(w.aborted, w.installs[-1][0] if w.installs else 0)
+        return w.polls >= self.scenario.num_polls or (over >= self.scenario.num_requests and w.gate == a.NO_GATE)
 
     def _return_from_poll(self, w: _Worker) -> _Worker:
-        request, bound = w.promised
-        if request > w.heard and w.polls >= bound:
+        request, poll = w.limit
+        if w.polls >= poll:
             raise PropertyViolated(
-                f"a worker returned from poll {w.polls}, promised not to pass {bound}, before a decision"
+                f"a worker went on from poll {w.polls}, bound by request {request} not to pass {poll}"
             )
         return w._replace(at=_At.STEPPING)
 
@@ -336,27 +429,25 @@ class AgreementModel:
             raise PropertyViolated(f"a worker installed request {request} after it was aborted")
         if any(request <= earlier for earlier, _ in w.installs):
             raise PropertyViolated(f"a worker installed request {request} after {w.installs}")
-        return w._replace(installs=(*w.installs, (request, w.polls)))
-
-    def _step_may_end(self, step: int, slots: list[int]) -> bool:
-        return all(self._facts[self._slots[number].worker].begun >= step for number in slots)
+        return w._replace(installs=(*w.installs, (request, w.polls)), limit=(request, a.NO_GATE))
 
     # --- the control thread ---
 
     def _control_moves(self, w: _Worker) -> Iterator[tuple[str, _Worker, int]]:
         if w.todo:
-            yield f"control performs {w.todo[0]}", self._perform(w), -1
+            yield f"control performs {w.todo[0]}", self._perform(w), _CONTROL_TOUCHES.get(type(w.todo[0]), 0)
             return
         if w.local:
-            yield f"control handles {w.local[0]}", self._handle(w._replace(local=w.local[1:]), w.local[0]), -1
+            event = w.local[0]
+            yield f"control handles {event}", self._handle(w._replace(local=w.local[1:]), event), _Touches.LOCAL
         for message in w.inbox:
             kept = w._replace(inbox=w.inbox - {message}) if self.scenario.forgetful else w
-            yield f"control handles {message}", self._handle(kept, message), -1
+            yield f"control handles {message}", self._handle(kept, message), 0
             if self.scenario.forgetful:
-                yield f"{message} is lost", kept, -1
+                yield f"{message} is lost", kept, 0
         if self.scenario.forgetful:
             for sent in w.outbox:
-                yield f"{sent} is lost", w._replace(outbox=w.outbox - {sent}), -1
+                yield f"{sent} is lost", w._replace(outbox=w.outbox - {sent}), 0
 
     def _handle(self, w: _Worker, event: a.MemberEvent) -> _Worker:
         member = thaw(self._member_kind, w.member)
@@ -364,19 +455,28 @@ class AgreementModel:
             todo = member.handle(event)
         except InternalError as error:
             raise PropertyViolated(f"the member's machine raised: {error}") from error
-        if isinstance(event, a.Aborted | a.Committed | a.InstallAllowed | a.IdleInstall):
-            w = w._replace(heard=max(w.heard, event.request))
         if isinstance(event, a.Aborted):
             w = w._replace(aborted=max(w.aborted, event.request))
+            w = w._replace(limit=(event.request, a.NO_GATE)) if w.limit[0] <= event.request else w
+        if isinstance(event, a.Committed) and event.request == w.limit[0]:
+            w = self._decided(w, event.target)
         return self._send(w._replace(member=freeze(member), todo=(*todo, *w.todo)))
+
+    def _decided(self, w: _Worker, target: int) -> _Worker:
+        gone_on = w.at in (_At.STEPPING, _At.OUTSIDE, _At.LOCKED)
+        if w.polls > target or (w.polls == target and gone_on):
+            raise PropertyViolated(
+                f"a worker is past poll {target} (at {w.polls}, {w.at.name}) when it hears that as the target"
+            )
+        return w._replace(limit=(w.limit[0], target))
 
     def _send(self, w: _Worker) -> _Worker:
         """Perform the sends that come next: nobody can tell when a message left, so they are no steps of their own."""
         while w.todo and isinstance(w.todo[0], _SENDS):
             sent, *left = w.todo
             w = w._replace(todo=tuple(left), outbox=w.outbox | {sent})
-            if isinstance(sent, a.SendPromise) and sent.request > w.heard:
-                w = w._replace(promised=(sent.request, sent.bound))
+            if isinstance(sent, a.SendPromise) and sent.request > w.limit[0]:
+                w = w._replace(limit=(sent.request, sent.bound))
         return w
 
     def _perform(self, w: _Worker) -> _Worker:
@@ -432,7 +532,13 @@ class AgreementModel:
             less = self._number(self._leaders, leader._replace(aborts=leader.aborts - 1))
             yield from self._tell("caller:", less, slots, a.Abort(leader.started, "deadline"))
         if s.leader_dies:
-            yield "leader dies", (self._number(self._leaders, leader._replace(alive=False)), *slots)
+            gone = frozenset(
+                [a.Aborted(leader.started)]
+            )  # what every worker's shell will tell its machine, late or soon
+            after = [
+                self._slot(slot.view, self._post(slot.worker, gone)) for slot in map(self._slots.__getitem__, slots)
+            ]
+            yield "leader dies", (self._number(self._leaders, leader._replace(alive=False)), *sorted(after))
 
     def _world_strikes(self, at: int, slots: list[int], position: int, slot: _Slot) -> Iterator[tuple[str, State]]:
         leader, worker = self._leaders[at], self._workers[slot.worker]
@@ -442,29 +548,30 @@ class AgreementModel:
             yield "a worker dies", self._with(less, slots, position, dead)
         if not worker.alive and leader.alive:
             yield from self._tell("leader notices", at, slots, a.MemberLost(position, "died"))
-        if worker.alive and not leader.alive and not worker.todo:
-            request = thaw(self._member_kind, worker.member).request
-            if request:
-                after = self._slot(slot.view, self._worker(self._handle(worker, a.Aborted(request))))
-                yield "a worker notices that the leader is gone", self._with(at, slots, position, after)
 
     def _tell(self, why: str, at: int, slots: list[int], event: a.LeaderEvent) -> Iterator[tuple[str, State]]:
         """The leader handles an event; nothing is yielded if that changes nothing or asks for idleness too often."""
+        leader, after, attempt = self._hear(at, slots, event)
+        if attempt > self.scenario.idle_attempts and not self._at_rest(attempt, slots):
+            return
+        if leader != at or after != slots:
+            yield f"{why} {event}", (leader, *sorted(after))
+
+    def _hear(self, at: int, slots: list[int], event: a.LeaderEvent) -> tuple[int, list[int], int]:
+        """(leader, workers in the same order, number of the idle attempt that is asked for or 0) after the event."""
         views = tuple(self._slots[number].view for number in slots)
         answer = self._heard.get((at, views, event))
         if answer is None:
             answer = self._heard[at, views, event] = self._answer(at, views, event)
-        if answer.attempt > self.scenario.idle_attempts and not self._at_rest(answer.attempt, slots):
-            return
         after = []
         for position, number in enumerate(slots):
-            worker = self._slots[number].worker
-            inbox = self._workers[worker].inbox
-            if not answer.sent[position] <= inbox:
-                worker = self._worker(self._workers[worker]._replace(inbox=inbox | answer.sent[position]))
+            worker = self._post(self._slots[number].worker, answer.sent[position])
             after.append(self._slot(answer.views[position], worker))
-        if answer.leader != at or after != slots:
-            yield f"{why} {event}", (answer.leader, *sorted(after))
+        return answer.leader, after, answer.attempt
+
+    def _post(self, number: int, messages: frozenset[a.MemberEvent]) -> int:
+        worker = self._workers[number]
+        return number if messages <= worker.inbox else self._worker(worker._replace(inbox=worker.inbox | messages))
 
     def _at_rest(self, attempt: int, slots: list[int]) -> bool:
         facts = [self._facts[self._slots[number].worker] for number in slots]
@@ -487,8 +594,6 @@ class AgreementModel:
                 case a.AllInstalled(request=request):
                     said = said._replace(done=request)
                 case _:
-                    if isinstance(instruction, a.SendCommit):
-                        said = said._replace(decided=(instruction.request, instruction.target))
                     if isinstance(instruction, a.AskIdle):
                         attempt = instruction.attempt
                     sent[instruction.member].add(self._as_event(instruction))

@@ -64,13 +64,15 @@ class SegmentCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """death: (worker, n): it stops instead of carrying out its n-th instruction (from 0); all others are told.
+    """death: (worker, n): it stops instead of carrying out its n-th instruction (from 0). announce: all others are told of
+    a death or a failure, each at some later moment; without it they stay with what they wait for.
 
     drop_signals, duplicate_signals: which signals, counted from 0 over all workers in the order they are sent, get lost or
     arrive twice.
     """
 
     death: tuple[int, int] | None = None
+    announce: bool = True
     drop_signals: frozenset[int] = frozenset()
     duplicate_signals: frozenset[int] = frozenset()
 
@@ -291,7 +293,7 @@ class _Run:
 
     def _announce(self, worker: int, cause: str) -> None:
         """What a coordinator does: everyone learns of the loss, sooner or later, once."""
-        if worker not in self.announced:
+        if self.faults.announce and worker not in self.announced:
             self.announced.add(worker)
             for other, seat in self.seats.items():
                 if other != worker:
@@ -368,8 +370,10 @@ class _Run:
                 return
         seat.lane.popleft()
         self.watch.end_kernel(worker, instruction)
-        done = {Pack: PackDone, Decode: DecodeDone, Assemble: AssembleDone}[type(instruction)]
-        self._deliver(worker, done(k))
+        done = (
+            PackDone(k) if isinstance(instruction, Pack) else DecodeDone(k) if isinstance(instruction, Decode) else None
+        )
+        self._deliver(worker, done or AssembleDone(k))
 
     def _run_half(self, worker: int, instruction: Pack | Assemble, last: bool) -> None:
         job, round_ = self.job, self.job.programs[worker].rounds[instruction.round]

@@ -93,7 +93,12 @@ class Transport(ABC):
     capabilities: Capabilities
 
     def __init__(
-        self, identity: Identity, events: queue.SimpleQueue[object], *, host: str = "127.0.0.1", deadline_seconds: float = 30.0
+        self,
+        identity: Identity,
+        events: queue.SimpleQueue[object],
+        *,
+        host: str = "127.0.0.1",
+        deadline_seconds: float = 30.0,
     ) -> None:
         """events: where TransportEvents go. host: address to listen on, for those that listen.
 

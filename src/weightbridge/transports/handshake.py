@@ -65,7 +65,7 @@ def accept_handshake(sock: socket.socket, identity: Identity, deadline: float) -
     session, name, target = _read_hello(theirs, "a dialler")
     who = repr(name)
     if session != identity.session:
-        _refuse(sock, who, f"it belongs to another session than {session!r}", deadline)
+        _refuse(sock, who, f"this worker belongs to another session than {session!r}", deadline)
     if target != identity.worker:
         _refuse(sock, who, f"this is worker {identity.worker!r}, not {target!r}", deadline)
     mine = _hello(identity, name)
@@ -107,7 +107,7 @@ def _proof(token: bytes, role: bytes, dialler_hello: bytes, acceptor_hello: byte
 
 
 def _read_hello(data: bytes, peer: str) -> tuple[str, str, str]:
-    magic, kind, *fields, _ = _MESSAGE.unpack(data)
+    _, kind, *fields, _ = _MESSAGE.unpack(data)
     if kind != _HELLO:
         raise _refusal(peer, "it did not begin with a greeting")
     session, name, target = (f.rstrip(b"\0").decode(errors="replace") for f in fields)

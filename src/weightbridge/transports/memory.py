@@ -48,7 +48,9 @@ class SharedMemory:
             self._map(length, prefault=prefault)
         except OSError as error:
             os.close(self._fd)
-            raise RegistrationError(f"cannot set up {nbytes} bytes of shared memory: {error}; free some memory") from error
+            raise RegistrationError(
+                f"cannot set up {nbytes} bytes of shared memory: {error}; free some memory"
+            ) from error
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> SharedMemory:

@@ -45,5 +45,5 @@ def digest(tensor: torch.Tensor) -> str:
     whole = local.detach().contiguous().cpu()
     sha = hashlib.sha256(f"{tuple(whole.shape)} {whole.dtype} ".encode())
     if whole.numel():
-        sha.update(memoryview(whole.reshape(-1).view(torch.uint8).numpy()))
+        sha.update(whole.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()

@@ -89,7 +89,7 @@ class _EngineWorker:
         load = integration.load_weights_fn(self._model)
         if config.loader_wants and self._engine == config.engines[0]:
             load = insist_on(config.loader_wants, load)
-        receiver = ReceiverAdapter(
+        return ReceiverAdapter(
             group=(self._rank, self._engine.num_workers),
             endpoint=config.endpoint,
             checkpoint=transfer_spec(config, self._model),
@@ -103,9 +103,8 @@ class _EngineWorker:
                 slot_bytes=config.slot_bytes,
                 bandwidth=config.bandwidth,
             ),
-            before_update_hook=lambda *_: arm_fault(config, name, max(receiver.version, 0) + 1),
+            before_update_hook=lambda version: arm_fault(config, name, version),
         )
-        return receiver
 
     def _new_generation(self) -> Generation:
         return Generation(

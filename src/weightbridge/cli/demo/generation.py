@@ -54,7 +54,10 @@ class Generation:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Choose one more token; its logits, [vocab] fp32, are then in `logits`. One forward pass, a collective over the workers of the engine."""
+        """Choose one more token; its logits, [vocab] fp32, are then in `logits`.
+
+        One forward pass, a collective over the workers of the engine.
+        """
         inputs = torch.tensor([self._next])
         output = self._model(input_ids=inputs, use_cache=True, **{self._cache_argument: self._cache})
         self._cache = output[self._cache_argument]

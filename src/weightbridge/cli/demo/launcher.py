@@ -20,7 +20,10 @@ from weightbridge.cli.demo.supervisor import Event, Exited, Supervisor, how_it_e
 from weightbridge.cli.demo.verdict import Verdict, judge
 from weightbridge.errors import InternalError, UsageError, WeightBridgeError, WorkerError
 
-__all__ = ["DemoOptions", "DemoResult", "Observer", "WorkersFailed", "run_demo"]
+__all__ = ["DEFAULT_ANSWER", "DEFAULT_PROMPT", "DemoOptions", "DemoResult", "Observer", "WorkersFailed", "run_demo"]
+
+DEFAULT_PROMPT = "What is the capital of France?"
+DEFAULT_ANSWER = "The capital of France is Lyon."
 
 _HOST = "127.0.0.1"
 _GRACE_SECONDS = 45.0
@@ -36,8 +39,8 @@ class DemoOptions:
     checkpoint: Path | None = None
     steps: int = 3
     learning_rate: float = 3e-5
-    prompt: str = "What is the capital of France?"
-    answer: str = "The capital of France is Lyon."
+    prompt: str = DEFAULT_PROMPT
+    answer: str = DEFAULT_ANSWER
     max_new_tokens: int = 12
     bandwidth_gbit: float = 10.0
     tensor_parallel: int | None = None

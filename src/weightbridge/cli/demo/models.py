@@ -37,7 +37,7 @@ def join_group(work_dir: str, name: str, rank: int, world_size: int) -> DeviceMe
 
     Raises TransferTimeout naming the group when not all come in time.
     """
-    store = dist.FileStore(str(Path(work_dir) / f"rendezvous-{name}"), world_size)
+    store: Any = dist.FileStore(str(Path(work_dir) / f"rendezvous-{name}"), world_size)  # type: ignore[attr-defined]
     _await_all(store, name, world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS)
@@ -51,7 +51,7 @@ def loopback_interface() -> str:
     return next((name for name in names if name.startswith("lo")), names[0])
 
 
-def _await_all(store: dist.Store, name: str, world_size: int) -> None:
+def _await_all(store: Any, name: str, world_size: int) -> None:
     """Meet before the group is formed: its own timeout is short, and imports differ by more than that."""
     deadline = time.monotonic() + RENDEZVOUS_SECONDS
     store.add("present", 1)
@@ -93,7 +93,7 @@ def engine_model(config: DemoConfig, mesh: DeviceMesh | None) -> nn.Module:
 def _tensor_parallel_options() -> dict[str, Any]:
     """How this version of transformers is told to shard by the model's own plan."""
     try:
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:
         return {"tp_plan": "auto"}
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
@@ -156,5 +156,5 @@ class Chat:
         chat = [{"role": "user", "content": self._config.prompt}]
         if answer is not None:
             chat.append({"role": "assistant", "content": answer})
-        encoded = self._tokenizer.apply_chat_template(chat, add_generation_prompt=answer is None, return_dict=True)
+        encoded: Any = self._tokenizer.apply_chat_template(chat, add_generation_prompt=answer is None, return_dict=True)
         return [int(token) for token in encoded["input_ids"]]

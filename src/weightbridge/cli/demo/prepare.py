@@ -144,17 +144,21 @@ def _convert(gguf: Path, target: Path, on_progress: OnProgress) -> None:
     ours, theirs = socket.socketpair()
     log_path = target.parent / "convert.log"
     command = [sys.executable, "-m", "weightbridge.cli.demo.convert", str(gguf), str(target), str(theirs.fileno())]
-    with ours, theirs, log_path.open("w", encoding="utf-8") as log:
-        with _process(command, stdout=log, stderr=log, pass_fds=(theirs.fileno(),)) as process:
-            theirs.close()
-            ours.settimeout(_CONVERT_SECONDS)
-            failed = ""
-            for message in _messages(ours):
-                if isinstance(message, Progress):
-                    on_progress(message)
-                elif isinstance(message, Failed):
-                    failed = message.text
-            process.wait(timeout=60.0)
+    with (
+        ours,
+        theirs,
+        log_path.open("w", encoding="utf-8") as log,
+        _process(command, stdout=log, stderr=log, pass_fds=(theirs.fileno(),)) as process,
+    ):
+        theirs.close()
+        ours.settimeout(_CONVERT_SECONDS)
+        failed = ""
+        for message in _messages(ours):
+            if isinstance(message, Progress):
+                on_progress(message)
+            elif isinstance(message, Failed):
+                failed = message.text
+        process.wait(timeout=60.0)
     if process.returncode != 0:
         words = failed or _last_words(log_path.read_text(encoding="utf-8", errors="replace"))
         raise PreparationError(

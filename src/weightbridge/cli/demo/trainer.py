@@ -12,11 +12,10 @@ from weightbridge.cli.demo.config import TRAINERS_NODE, DemoConfig
 from weightbridge.cli.demo.digests import digest, full_parameters
 from weightbridge.cli.demo.faults import arm_fault
 from weightbridge.cli.demo.generation import Generation, teacher_forced
-from weightbridge.cli.demo.messages import Channel, Digested, Phase, Referenced, Trained, Updated
+from weightbridge.cli.demo.messages import Channel, Digested, Phase, PlanMade, Referenced, Trained, Updated
 from weightbridge.cli.demo.models import Chat, join_group, trainer_model, transfer_spec, undistributed_model
-from weightbridge.cli.demo.planning import plan_message
 from weightbridge.coordinator import Options, SenderAdapter
-from weightbridge.errors import TransferTimeout
+from weightbridge.errors import InternalError, TransferTimeout
 from weightbridge.integrations import fsdp
 
 __all__ = ["Training", "run_trainer"]
@@ -55,8 +54,7 @@ def run_trainer(config: DemoConfig, rank: int, channel: Channel) -> None:
     started = time.monotonic()
     sender.connect()
     if rank == 0:
-        model_bytes = transfer_spec(config, model).nbytes
-        channel.send(plan_message(sender.plan, model_bytes=model_bytes, connect_seconds=time.monotonic() - started))
+        channel.send(_plan_message(sender, time.monotonic() - started))
     weights: dict[str, torch.Tensor] = {}
     for version in range(1, config.steps + 1):
         weights = _one_version(config, rank, channel, training, sender, model, version)
@@ -65,6 +63,22 @@ def run_trainer(config: DemoConfig, rank: int, channel: Channel) -> None:
     channel.send(Phase(text="done"))
     channel.wait_for_stop(_ORDER_SECONDS)
     sender.close()
+
+
+def _plan_message(sender: SenderAdapter, connect_seconds: float) -> PlanMade:
+    plan, facts = sender.plan, sender.plan_facts
+    if plan is None or facts is None:
+        raise InternalError("trainer/0 is connected and has no plan")
+    return PlanMade(
+        model_bytes=facts.model_bytes,
+        trainer_egress_bytes=dict(facts.trainer_egress_per_worker),
+        rollout_node_ingress_bytes=dict(facts.rollout_node_ingress_bytes),
+        rollout_node_needed_bytes=dict(facts.needed_bytes),
+        rounds=plan.rounds,
+        num_pairs=facts.num_pairs,
+        t_min_seconds=plan.bounds.t_min_seconds,
+        connect_seconds=connect_seconds,
+    )
 
 
 def _sender(config: DemoConfig, rank: int, model: nn.Module, mesh: DeviceMesh) -> SenderAdapter:

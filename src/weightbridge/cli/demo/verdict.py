@@ -116,7 +116,8 @@ def _answer(record: DemoRecord, version: int, engine: str) -> str | None:
     return None if answered is None else answered.text
 
 
-def _judge_version(record: DemoRecord, version: int) -> VersionVerdict:
+def judge_version(record: DemoRecord, version: int) -> VersionVerdict:
+    """Judge one version by itself, as soon as all of it is reported."""
     differing = tuple(_differences(record, version))
     network = _traffic(record, version)
     return VersionVerdict(
@@ -150,9 +151,9 @@ def _traffic(record: DemoRecord, version: int) -> dict[str, NodeTraffic]:
         return {}
     sums: dict[str, list[int]] = {}
     for worker, (sent, received) in updated.network_bytes.items():
-        node = sums.setdefault(record.config.node_of(worker), [0, 0])
-        node[0] += sent
-        node[1] += received
+        counts = sums.setdefault(record.config.node_of(worker), [0, 0])
+        counts[0] += sent
+        counts[1] += received
     traffic = {}
     for node in (TRAINERS_NODE, *plan.rollout_node_needed_bytes):
         sent, received = sums.get(node, [0, 0])

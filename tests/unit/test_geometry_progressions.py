@@ -1,0 +1,102 @@
+"""Arithmetic progressions against plain Python sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbridge.geometry import contains, cut_into_progressions, intersection, inverse_modulo, refine
+
+progressions = st.tuples(st.integers(0, 30), st.integers(1, 7), st.integers(1, 9))
+
+
+def members(start: int, step: int, count: int) -> set[int]:
+    return set(range(start, start + step * count, step))
+
+
+def columns(rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+
+
+@given(st.lists(st.tuples(progressions, progressions), min_size=1, max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_intersection_is_the_common_set(pairs):
+    start, step, count = intersection(columns([a for a, _ in pairs]), columns([b for _, b in pairs]))
+    for i, (a, b) in enumerate(pairs):
+        expected = members(*a) & members(*b)
+        assert count[i] == len(expected)
+        if expected:
+            assert members(start[i], step[i], count[i]) == expected
+
+
+def test_intersection_of_wide_steps_does_not_overflow():
+    huge = 1 << 30
+    a = columns([(5, huge - 1, 1000)])
+    b = columns([(5, huge, 1000)])
+    start, step, count = intersection(a, b)
+    assert (start[0], step[0], count[0]) == (5, 1, 1)
+
+
+@pytest.mark.parametrize(("value", "modulus"), [(3, 7), (10, 9), (1, 1), (4, 9), (163839, 163840)])
+def test_inverse_modulo(value, modulus):
+    found = int(inverse_modulo(np.array([value]), np.array([modulus]))[0])
+    assert value * found % modulus == 1 % modulus
+
+
+@given(progressions, st.integers(0, 90))
+def test_contains(progression, index):
+    assert bool(contains(*columns([progression]), np.array([index]))[0]) == (index in members(*progression))
+
+
+@given(st.sets(st.integers(0, 40), max_size=25))
+def test_cut_into_progressions_partitions_the_indices(indices):
+    start, step, count = cut_into_progressions(np.array(sorted(indices), dtype=np.int64))
+    parts = [members(*row) for row in zip(start, step, count, strict=True)]
+    assert sum(map(len, parts)) == len(indices)
+    assert set().union(*parts) == indices
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        ([0, 2, 4, 6], [(0, 2, 4)]),
+        ([3], [(3, 1, 1)]),
+        ([0, 1, 10, 11, 20, 21], [(0, 1, 2), (10, 1, 2), (20, 1, 2)]),
+        ([0, 5, 6, 7], [(0, 1, 1), (5, 1, 3)]),
+        ([0, 2, 4, 5, 6, 7], [(0, 2, 3), (5, 1, 3)]),
+        ([], []),
+    ],
+)
+def test_cut_into_progressions_prefers_few(indices, expected):
+    found = cut_into_progressions(np.array(indices, dtype=np.int64))
+    assert list(zip(*(column.tolist() for column in found), strict=True)) == expected
+
+
+@given(st.lists(progressions, min_size=1, max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_refine_gives_cells_of_one_membership(rows):
+    normal = [(start, step if count > 1 else 1, count) for start, step, count in rows]
+    cells = [members(*cell) for cell in zip(*refine(*columns(normal)), strict=True)]
+    given_sets = [members(*row) for row in normal]
+    assert set().union(*cells) == set().union(*given_sets)
+    assert sum(map(len, cells)) == len(set().union(*cells))
+    for cell in cells:
+        for one in given_sets:
+            assert cell <= one or not cell & one
+
+
+def test_refine_of_plain_ranges_makes_no_array_of_the_extent():
+    far = 1 << 40
+    start, step, count = refine(*columns([(0, 1, far), (far // 2, 1, far)]))
+    assert list(zip(start.tolist(), step.tolist(), count.tolist(), strict=True)) == [
+        (0, 1, far // 2),
+        (far // 2, 1, far // 2),
+        (far, 1, far // 2),
+    ]
+
+
+def test_refine_keeps_an_interleave_as_two_progressions():
+    start, step, count = refine(*columns([(0, 2, 50), (1, 2, 50), (0, 1, 100)]))
+    assert list(zip(start.tolist(), step.tolist(), count.tolist(), strict=True)) == [(0, 2, 50), (1, 2, 50)]
