@@ -103,9 +103,15 @@ class Job:
 
 def _random(rng, shape, dtype: DType) -> np.ndarray:
     if dtype.name == "F32":  # exactly representable in bf16, so that trainers of either dtype hold the same values
-        return (np.float32(2) ** rng.integers(-8, 8, shape) * (1 + rng.integers(0, 128, shape) / 128)).astype("<f4").view("<u4")
+        return (
+            (np.float32(2) ** rng.integers(-8, 8, shape) * (1 + rng.integers(0, 128, shape) / 128))
+            .astype("<f4")
+            .view("<u4")
+        )
     if dtype.name == "BF16":
-        values = 2.0 ** rng.integers(-8, 8, shape) * (1 + rng.integers(0, 128, shape) / 128) * rng.choice([-1, 1], shape)
+        values = (
+            2.0 ** rng.integers(-8, 8, shape) * (1 + rng.integers(0, 128, shape) / 128) * rng.choice([-1, 1], shape)
+        )
         return (np.asarray(values, dtype="<f4").view("<u4") >> 16).astype("<u2")
     return rng.integers(0, 1 << (8 * dtype.itemsize), shape, dtype=dtype.bits)
 
@@ -147,7 +153,9 @@ def random_job(seed: int) -> Job:
         for rank in range(size):
             name = f"{engine or 'trainer'}/{len(workers)}"
             bandwidth = rng.choice([1e9, 1e9, 2e9, 3e8])
-            workers.append(Worker(name=name, role=role, node=f"n{nodes[rank]}", rank=rank, engine=engine, bandwidth=bandwidth))
+            workers.append(
+                Worker(name=name, role=role, node=f"n{nodes[rank]}", rank=rank, engine=engine, bandwidth=bandwidth)
+            )
         layouts.extend(_group_layouts(rng, spec, size, whole=role is Role.TRAINER or rng.random() < 0.8))
 
     for _ in range(rng.randrange(1, 3)):
@@ -203,6 +211,44 @@ def _flat_shards(rng, layouts: list[Layout], t: int, tensor: TensorSpec, dtype: 
         while at < hi:
             n = min(hi, (at // row + 1) * row) - at
             index = np.unravel_index(at, tensor.shape)
-            box = tuple((int(i), 1, 1) for i in index[:-1]) + ((int(index[-1]), 1, n),)
+            box = (*((int(i), 1, 1) for i in index[:-1]), (int(index[-1]), 1, n))
             layout.placements.append(Placement(t, box, live, at - lo, (0,) * (len(box) - 1) + (1,)))
             at += n
+
+
+def house_job() -> Job:
+    """A fixed job with everything in it: 2 fp32 trainers; on two other nodes a TP-2 engine and a single-worker engine beside
+    a TP-2 engine. So rollouts forward to the other node and read their neighbours' slots."""
+    bf16, f32 = dtype_named("BF16"), dtype_named("F32")
+    spec = CheckpointSpec(
+        tensors=(
+            TensorSpec(name="embed", shape=(37, 12), dtype=bf16),
+            TensorSpec(name="up", shape=(10, 12), dtype=bf16),
+            TensorSpec(name="down", shape=(12, 10), dtype=bf16),
+            TensorSpec(name="norm", shape=(12,), dtype=f32),
+        )
+    )
+    seats = [("trainer", "", "n0")] * 2 + [("a", "a", "n1")] * 2 + [("b", "b", "n2")] * 2 + [("c", "c", "n2")]
+    ranks = [0, 1, 0, 1, 0, 1, 0]
+    workers = tuple(
+        Worker(
+            name=f"{label}/{rank}", role=Role.ROLLOUT if engine else Role.TRAINER, node=node, rank=rank, engine=engine
+        )
+        for (label, engine, node), rank in zip(seats, ranks, strict=True)
+    )
+    layouts = []
+    plain = random.Random(1)
+    for worker, size in zip(workers, [2, 2, 2, 2, 2, 2, 1], strict=True):
+        layout = Layout()
+        for t, (tensor, dim) in enumerate(zip(spec.tensors, (0, 0, 1, None), strict=True)):
+            box = [(0, 1, n) for n in tensor.shape]
+            if worker.role is Role.TRAINER:
+                dim = 0
+            if dim is not None and size > 1:
+                extent = tensor.shape[dim]
+                half = extent // 2 + 1
+                box[dim] = (0, 1, half) if worker.rank == 0 else (half, 1, extent - half)
+            dtype = f32 if worker.role is Role.TRAINER else tensor.dtype
+            layout.place(plain, t, dtype, box)
+        layouts.append(layout)
+    return Job(spec, Topology(workers=workers), layouts)

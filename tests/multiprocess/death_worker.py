@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -31,13 +30,13 @@ def die_during(adapter: Any, version: int, how: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main() -> None:
-    config = json.loads(sys.argv[1])
+def main(config: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     side, rank = config["worker"].split("/")
     rank = int(rank)
     spec = toy.checkpoint_spec(scale=config["scale"])
     options = Options(
-        slot_bytes=16384, connect_timeout_seconds=60, update_timeout_seconds=60, heartbeat_seconds=0.5,
+        slot_bytes=65536, connect_timeout_seconds=60, update_timeout_seconds=60, heartbeat_seconds=0.5,
         heartbeat_timeout_seconds=config["heartbeat_timeout"],
     )  # fmt: skip
     error: BaseException | None = None
@@ -73,8 +72,3 @@ def main() -> None:
     result = {"kind": type(error).__name__, "message": str(error), "causes": causes, "at": finished_at}
     Path(config["result"]).write_text(json.dumps(result))
     os._exit(0)  # threads that wait for the dead one end with the process
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main()

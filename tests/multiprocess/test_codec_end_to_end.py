@@ -27,7 +27,7 @@ class Deflate(Codec):
 
     def encode(self, segment: npt.NDArray[np.uint8]) -> int:
         packed = zlib.compress(segment.tobytes(), 1)
-        if len(packed) >= len(segment):
+        if len(packed) > 0.8 * len(segment):  # random weights shrink a little, zeros a lot
             self.kept_segments += 1
             return len(segment)
         self.saved_bytes += len(segment) - len(packed)
@@ -67,7 +67,7 @@ def test_encoded_segments_arrive_whole_and_cost_fewer_bytes(monkeypatch: pytest.
             workers[f"trainer/{rank}"].join(60)
     assert [w.error for w in workers.values()] == [None] * 6
     assert job.wrong == []
-    assert DEFLATE.saved_bytes > 3 * job.spec.nbytes // 4  # of three versions
+    assert DEFLATE.saved_bytes > job.spec.nbytes  # of three versions
     assert DEFLATE.kept_segments > 0
 
 

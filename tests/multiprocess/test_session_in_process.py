@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -30,6 +30,7 @@ FAST = Options(
     heartbeat_seconds=0.2,
     heartbeat_timeout_seconds=5,
 )
+IMPATIENT = Options(connect_timeout_seconds=2.5, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5)
 ENGINES = {"tp": toy.TP, "solo": 1}
 
 
@@ -213,8 +214,7 @@ def test_an_engine_that_steps_only_after_another_one_has_stepped() -> None:
 
 
 def test_an_engine_that_never_comes_is_named() -> None:
-    options = Options(connect_timeout_seconds=1.5, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5)
-    job = Job(options=options, engines={"tp": toy.TP})
+    job = Job(options=IMPATIENT, engines={"tp": toy.TP})
     with job.running() as workers:
         for worker in workers.values():
             worker.join()
@@ -242,10 +242,11 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_a_wrong_token_is_refused() -> None:
-    job = Job()
+    job = Job(options=IMPATIENT)
     hub = Worker(lambda: job.trainer(0), "trainer/0")
-    job.options = Options(token=b"another", connect_timeout_seconds=5)
-    stranger = Worker(lambda: job.receiver("solo", 0), "solo/0")
+    other = Job(options=Options(token=b"another", connect_timeout_seconds=20))
+    other.endpoint = job.endpoint
+    stranger = Worker(lambda: other.receiver("solo", 0), "solo/0")
     stranger.join()
     assert isinstance(stranger.error, ConnectError)
     assert "token" in str(stranger.error)
@@ -254,11 +255,11 @@ def test_a_wrong_token_is_refused() -> None:
 
 
 def test_another_checkpoint_is_refused() -> None:
-    job = Job()
+    job = Job(options=IMPATIENT)
     hub = Worker(lambda: job.trainer(0), "trainer/0")
-    time.sleep(0.3)
-    job.spec = toy.checkpoint_spec(scale=2)
-    stranger = Worker(lambda: job.receiver("solo", 0), "solo/0")
+    other = Job(options=IMPATIENT)
+    other.endpoint, other.spec = job.endpoint, toy.checkpoint_spec(scale=2)
+    stranger = Worker(lambda: other.receiver("solo", 0), "solo/0")
     stranger.join()
     assert isinstance(stranger.error, ConnectError)
     assert "checkpoint" in str(stranger.error)
@@ -289,6 +290,9 @@ def test_an_engine_whose_loader_drops_a_tensor_is_refused() -> None:
     dropped = "layers.1.up"
 
     class Dropping(toy.SoloEngine):
+        def tensors(self) -> Mapping[str, torch.Tensor]:
+            return {n: t for n, t in self.live.items() if n != dropped}
+
         def load_weights(self, tensors: object) -> None:
             super().load_weights((n, t) for n, t in tensors if n != dropped)  # type: ignore[attr-defined]
 

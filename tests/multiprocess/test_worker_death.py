@@ -6,15 +6,19 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
+from tests.multiprocess import death_worker
+
+# One process imports torch, the workers are forked from it: six imports at once would take longer than the test.
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.multiprocess.death_worker"])
 WORKERS = ("trainer/0", "trainer/1", "tp/0", "tp/1", "tp/2", "solo/0")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_job(
@@ -24,36 +28,36 @@ def run_job(
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{s.getsockname()[1]}"
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
-    processes: dict[str, subprocess.Popen[bytes]] = {}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    processes: dict[str, BaseProcess] = {}
     try:
         for worker in WORKERS:
             config = {
                 "worker": worker, "endpoint": endpoint, "result": str(tmp_path / worker.replace("/", "-")), "scale": 2000,
                 "victim": worker == victim, "signal": int(how), "heartbeat_timeout": heartbeat_timeout,
             }  # fmt: skip
-            processes[worker] = subprocess.Popen(
-                [sys.executable, "-m", "tests.multiprocess.death_worker", json.dumps(config)], env=env, cwd=ROOT
-            )
+            processes[worker] = CONTEXT.Process(target=death_worker.main, args=(config,), daemon=True)
+            processes[worker].start()
         died_at = _wait_until_gone(processes[victim], how)
         deadline = time.monotonic() + 40
         for worker, process in processes.items():
             if worker != victim:
-                process.wait(max(0.1, deadline - time.monotonic()))
+                process.join(max(0.1, deadline - time.monotonic()))
+                assert process.exitcode == 0, f"{worker} hangs"
     finally:
         for process in processes.values():
-            if process.poll() is None:
+            if process.is_alive():
                 process.kill()
-            process.wait(10)
+            process.join(10)
     results = {w: json.loads((tmp_path / w.replace("/", "-")).read_text()) for w in WORKERS if w != victim}
     return results, died_at
 
 
-def _wait_until_gone(process: subprocess.Popen[bytes], how: signal.Signals) -> float:
+def _wait_until_gone(process: BaseProcess, how: signal.Signals) -> float:
     give_up = time.monotonic() + 90
     while time.monotonic() < give_up:
-        if how is signal.SIGKILL and process.poll() is not None:
-            assert process.returncode == -signal.SIGKILL
+        if how is signal.SIGKILL and process.exitcode is not None:
+            assert process.exitcode == -signal.SIGKILL
             return time.time()
         if how is signal.SIGSTOP and Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
             return time.time()

@@ -82,7 +82,7 @@ def check(shapes, rows, *, num_boxes=None):
         ((4, 6), [(0, 0, 0, 0, ((4, 6, 1),))], 1),  # one column
         ((4, 6), [(0, 0, 23, 0, ((24, -1, 1),))], 1),  # all backwards
         ((4, 6), [(0, 0, 0, 0, ((4, 7, 1),))], 4),  # a diagonal
-        ((4, 6), [(0, 0, 0, 0, ((5, 4, 1),))], 4),  # 0 4 | 8 | 12 16: an uneven step carries, rows 0 and 2 agree not
+        ((4, 6), [(0, 0, 0, 0, ((5, 4, 1),))], 3),  # 0 4 | 8 | 12 16: a step that carries unevenly
         ((4, 6), [(0, 0, 0, 0, ((2, 6, 24), (2, 3, 9), (3, 1, 1)))], 2),  # two axes of one dim, not one progression
         ((4, 6), [(0, 0, 0, 0, ((2, 6, 12), (2, 3, 3), (3, 1, 1)))], 1),  # two axes of one dim that are one
         ((4, 6), [(0, 0, 4, 0, ((2, 4, 4), (2, 1, 1)))], 2),  # two axes that only together leave the row
@@ -93,13 +93,16 @@ def check(shapes, rows, *, num_boxes=None):
     ],
 )
 def test_layouts(shape, rows, num_boxes):
-    if num_boxes == 4 and shape == (4, 6) and rows[0][4] == ((5, 4, 1),):
-        num_boxes = None
     check([shape], rows, num_boxes=num_boxes)
 
 
 def test_rows_of_one_pattern_and_many_shapes_are_told_apart():
-    rows = [(0, 0, 0, 0, ((6, 1, 1),)), (1, 0, 0, 6, ((6, 1, 1),)), (0, 0, 6, 12, ((6, 1, 1),)), (2, 0, 1, 18, ((2, 1, 1),))]
+    rows = [
+        (0, 0, 0, 0, ((6, 1, 1),)),
+        (1, 0, 0, 6, ((6, 1, 1),)),
+        (0, 0, 6, 12, ((6, 1, 1),)),
+        (2, 0, 1, 18, ((2, 1, 1),)),
+    ]
     table = check([(4, 6), (3, 4), (3,)], rows)
     assert table.num_dims == 2
 
@@ -144,7 +147,9 @@ def test_an_empty_map_has_no_boxes():
     assert len(expand(SourceMap(spec_digest=spec.digest, live=(), copies=CopyTable.empty()), spec)) == 0
 
 
-@pytest.mark.parametrize("row", [(0, 0, 20, 0, ((5, 1, 1),)), (0, 0, 3, 0, ((5, -1, 1),)), (1, 0, 0, 0, ()), (-1, 0, 0, 0, ())])
+@pytest.mark.parametrize(
+    "row", [(0, 0, 20, 0, ((5, 1, 1),)), (0, 0, 3, 0, ((5, -1, 1),)), (1, 0, 0, 0, ()), (-1, 0, 0, 0, ())]
+)
 def test_a_copy_outside_its_tensor_is_refused(row):
     spec = spec_of((4, 6))
     with pytest.raises(LayoutError, match=r"tensor"):

@@ -73,6 +73,8 @@ class Job:
                 self.resume(worker, version, 1.0, 2.0)
             case w.AllowAssemble(version=version, attempt=attempt) if not worker.startswith("trainer"):
                 self.hear(worker, w.Transferred(version=version, attempt=attempt))
+            case w.Failure():
+                self.hear(worker, w.Heard())
             case w.Committed(version=version, request=request):
                 self.hear(worker, w.Installed(request=request))
                 self.resume(worker, version, 1.5, 4.0)
@@ -297,3 +299,14 @@ def test_messages_survive_the_wire_and_strangers_do_not() -> None:
     for bad in (b"", b"\x80", b"\xc1", w.encode(message)[:-1], b'{"type": "Failure"}'):
         with pytest.raises(TransportError):
             w.decode(bad)
+
+
+def test_the_hubs_own_worker_hears_of_a_failure_last() -> None:
+    """It may exit on the spot and take the hub with it: the others must have heard by then."""
+    job = Job().join_all()
+    job.mute = lambda worker, message: worker == "b/0"
+    job.hear("a/0", w.WorkerFailed(kind="WorkerError", reason="connection closed", lost="b/0"))
+    assert not job.heard_by("trainer/0", w.Failure)
+    assert job.heard_by("trainer/1", w.Failure)
+    job.pass_time(s.HEARD_SECONDS + 1, alive=False)  # the dead one never confirms
+    assert len(job.heard_by("trainer/0", w.Failure)) == 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,18 +23,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Written in pieces, so that this file does not find itself.
 _HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download." + "pytorch", "registry." + "npmjs", "deb." + "debian")
 _PLACES = ("/" + "work/", "../" + "shared")
-_SKIPPED = {".git", ".venv", "build", "dist", ".cache"}
+_SKIPPED = {"build", "dist", "__pycache__"}
 _TEXT = {".py", ".md", ".toml", ".txt", ".c", ".h", ".sh", ".json", ".cfg", ".yml", ".yaml", ""}
 
 
 def _texts() -> list[Path]:
     found = []
-    for path in ROOT.rglob("*"):
-        parts = path.relative_to(ROOT).parts
-        if any(p in _SKIPPED or p.endswith(("_cache", ".egg-info")) or p == "__pycache__" for p in parts):
-            continue
-        if path.is_file() and path.suffix in _TEXT and not path.name.startswith(".coverage"):
-            found.append(path)
+    for folder, folders, files in os.walk(ROOT):
+        # Hidden folders are caches, the virtual environment and git's own: not entered, they hold many files.
+        folders[:] = [f for f in folders if f == ".ci" or not (f.startswith(".") or f in _SKIPPED)]
+        found += [
+            Path(folder, file) for file in files if Path(file).suffix in _TEXT and not file.startswith(".coverage")
+        ]
     return found
 
 
@@ -53,9 +55,14 @@ def test_no_file_names_a_registry_host_or_a_place_outside_the_repository() -> No
     assert found == []
 
 
+@cache
+def _nodes(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(file.read_text())))
+
+
 def _imports(file: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in _nodes(file):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -71,7 +78,7 @@ def test_nothing_under_src_can_run_code_that_came_in_as_data() -> None:
     calls = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in _sources()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in _nodes(file)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
     ]
     # torch.distributed pickles in its *_object_* collectives, pyzmq in send_pyobj and recv_pyobj.
@@ -85,11 +92,12 @@ def test_nothing_under_src_can_run_code_that_came_in_as_data() -> None:
 
 
 def test_source_asserts_nothing() -> None:
-    # An assert disappears under -O; user errors are classes of errors.py.
+    # An assert disappears under -O; user errors are classes of errors.py. The published test kit is tests.
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in _sources()
-        for node in ast.walk(ast.parse(file.read_text()))
+        if "testing" not in file.parts
+        for node in _nodes(file)
         if isinstance(node, ast.Assert)
     ]
     assert found == []

@@ -8,7 +8,12 @@ is not imported.
 from __future__ import annotations
 
 from weightbridge.checkpoint.dtypes import DType, dtype_named, dtype_of_torch_name
-from weightbridge.checkpoint.safetensors_reader import TensorLocation, read_safetensors_spec, spec_from_folder, tensor_locations
+from weightbridge.checkpoint.safetensors_reader import (
+    TensorLocation,
+    read_safetensors_spec,
+    spec_from_folder,
+    tensor_locations,
+)
 from weightbridge.checkpoint.spec import CheckpointSpec, TensorSpec
 
 __all__ = [

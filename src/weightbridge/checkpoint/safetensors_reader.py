@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -62,7 +63,9 @@ def tensor_locations(path: str | Path) -> tuple[TensorLocation, ...]:
     if root.is_file():
         return _read_file(root)
     if not root.is_dir():
-        raise SpecError(f"checkpoint folder {str(root)!r} does not exist; give the folder of a model in safetensors format")
+        raise SpecError(
+            f"checkpoint folder {str(root)!r} does not exist; give the folder of a model in safetensors format"
+        )
     if (root / _INDEX).is_file():
         return _read_sharded(root)
     if (root / _SINGLE).is_file():
@@ -153,7 +156,7 @@ def _read_file(file: Path) -> tuple[TensorLocation, ...]:
     if not found:
         raise SpecError(f"{label} holds no tensors; expected the weights of a model")
     found.sort(key=lambda location: (location.begin, location.end, location.tensor.name))
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in pairwise(found):
         if after.begin < before.end:
             raise SpecError(
                 f"{label}: the data of {after.tensor.name!r} begin at byte {after.begin}, inside those of "
@@ -167,10 +170,11 @@ def _location(file: Path, name: str, entry: Any, data_begin: int, file_size: int
     label = f"tensor {name!r} of {str(file)!r}"
     if not isinstance(entry, dict):
         raise SpecError(f"{label} is described by {entry!r}; expected dtype, shape and data_offsets", tensor=name)
-    shape, offsets, dtype_name = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or not isinstance(dtype_name, str):
+    shape, offsets, dtype_name = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets")), entry.get("dtype")
+    if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype_name, str):
         raise SpecError(
-            f"{label} has dtype {dtype_name!r}, shape {shape!r}, data_offsets {offsets!r}; expected a name, sizes and two offsets",
+            f"{label} has dtype {dtype_name!r}, shape {entry.get('shape')!r} and data_offsets {entry.get('data_offsets')!r}; "
+            "expected a name, a list of sizes and two offsets",
             tensor=name,
         )
     try:
@@ -193,8 +197,11 @@ def _location(file: Path, name: str, entry: Any, data_begin: int, file_size: int
     return TensorLocation(tensor=tensor, file=file, begin=data_begin + begin, end=data_begin + end)
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value)
+def _sizes(value: Any) -> list[int] | None:
+    """The value if it is a list of sensible sizes."""
+    if isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        return value
+    return None
 
 
 def _parse_json(raw: bytes, label: str) -> dict[str, Any]:

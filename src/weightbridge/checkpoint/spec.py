@@ -59,7 +59,9 @@ class CheckpointSpec:
         seen: set[str] = set()
         for t in self.tensors:
             if t.name in seen:
-                raise SpecError(f"tensor {t.name!r} appears twice in the checkpoint; names must be unique", tensor=t.name)
+                raise SpecError(
+                    f"tensor {t.name!r} appears twice in the checkpoint; names must be unique", tensor=t.name
+                )
             seen.add(t.name)
         for name in self.constants:
             if name not in seen:
@@ -93,7 +95,9 @@ class CheckpointSpec:
         return h.hexdigest()
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], *, constants: Mapping[str, float] | None = None) -> CheckpointSpec:
+    def from_state_dict(
+        cls, state: Mapping[str, Any], *, constants: Mapping[str, float] | None = None
+    ) -> CheckpointSpec:
         """From name -> tensor (anything with `.shape` and a torch `.dtype`). Shapes must be the global ones."""
         return cls.from_iterable(((name, t.shape, t.dtype) for name, t in state.items()), constants=constants)
 

@@ -22,7 +22,14 @@ from weightbridge import __version__
 from weightbridge.cli.demo.config import Fault, parse_fault
 from weightbridge.cli.demo.display import Display
 from weightbridge.cli.demo.document import failure_document, result_document
-from weightbridge.cli.demo.launcher import DEFAULT_ANSWER, DEFAULT_PROMPT, DemoOptions, WorkersFailed, run_demo
+from weightbridge.cli.demo.launcher import (
+    DEFAULT_ANSWER,
+    DEFAULT_LEARNING_RATE,
+    DEFAULT_PROMPT,
+    DemoOptions,
+    WorkersFailed,
+    run_demo,
+)
 from weightbridge.errors import UsageError, WeightBridgeError
 
 __all__ = ["app", "main"]
@@ -56,7 +63,7 @@ def demo(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Training steps, each sent as one version.")] = 3,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, full fine-tuning in fp32.")] = 3e-5,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, full fine-tuning in fp32.")] = DEFAULT_LEARNING_RATE,
     prompt: Annotated[str, typer.Option(help="What the engines are asked.")] = DEFAULT_PROMPT,
     answer: Annotated[str, typer.Option(help="What the trainers teach.")] = DEFAULT_ANSWER,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 12,

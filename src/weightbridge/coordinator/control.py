@@ -19,11 +19,9 @@ from weightbridge.coordinator.channel import NONCE_BYTES, Channel
 from weightbridge.coordinator.options import Options
 from weightbridge.errors import ConnectError, TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
+from weightbridge.machine.session import HUB_WORKER
 
-__all__ = ["HUB_WORKER", "ControlThread"]
-
-HUB_WORKER = "trainer/0"
-"""The worker whose process the hub lives in."""
+__all__ = ["ControlThread"]
 
 _POLL_SECONDS = 0.25
 _LINGER_MS = 2000

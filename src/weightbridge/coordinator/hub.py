@@ -61,6 +61,7 @@ class Hub:
             timeouts=timeouts, now=time.monotonic(),
         )  # fmt: skip
         self._channels: dict[bytes, Channel] = {}
+        self._hellos: dict[bytes, tuple[bytes, bytes]] = {}  # connection -> nonces its channel was made from
         self._workers: dict[bytes, str] = {}
         self._connections: dict[str, bytes] = {}
         self._done: queue.SimpleQueue[s.SessionEvent] = queue.SimpleQueue()
@@ -105,10 +106,15 @@ class Hub:
         if kind == b"H" and len(body) == NONCE_BYTES:
             if connection in self._workers:
                 return  # an admitted connection never starts over: its nonces are spent
-            nonce = Channel.nonce()
-            self._channels[connection] = Channel(
-                token=self._options.token, dialler_nonce=body, hub_nonce=nonce, is_hub=True
-            )
+            dialler_nonce, nonce = self._hellos.get(connection, (b"", b""))
+            if dialler_nonce != body or connection not in self._channels:
+                nonce = Channel.nonce()
+                self._hellos[connection] = (body, nonce)
+                self._channels[connection] = Channel(
+                    token=self._options.token, dialler_nonce=body, hub_nonce=nonce, is_hub=True
+                )
+            # A dialler that came before the hub has said hello more than once; each gets the same answer, since it has
+            # made its keys from the first.
             self._socket.send_multipart([connection, b"C" + nonce])
         elif kind == b"M" and connection in self._channels:
             try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weightbridge.checkpoint import CheckpointSpec
-from weightbridge.coordinator.control import HUB_WORKER, ControlThread
+from weightbridge.coordinator.control import ControlThread
 from weightbridge.coordinator.failures import failure_to_error, kind_of
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
@@ -24,6 +24,7 @@ from weightbridge.errors import TransferTimeout, WeightBridgeError
 from weightbridge.executor import NetworkBytes, live_buffers
 from weightbridge.layout import SourceMap, encode_source_map
 from weightbridge.machine import messages as w
+from weightbridge.machine.session import HUB_WORKER
 from weightbridge.probe import ProbeOptions, live_tensors, probe
 
 __all__ = ["LoadWeights", "Seat", "Tensors", "seconds_since_epoch"]
@@ -198,6 +199,8 @@ class Seat:
                 self.control.stop_watching()
                 self._set(closed=True)
             case w.Failure():
+                self.post(w.Heard())
+                self.control.stop_watching()
                 self.fail(failure_to_error(message, me=self.name))
             case _:
                 if self._hear is not None:

@@ -7,21 +7,23 @@ may load at different moments and from different sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weightbridge.errors import SpecError
+from weightbridge.probe import NamedTensors, discover_tensors
 
-__all__ = ["LoadWeights", "Tensors", "load_weights_fn", "local_of", "named_live_tensors", "tensors_fn"]
+__all__ = ["LoadWeights", "Tensors", "load_weights_fn", "tensors_fn"]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """What an adapter calls to load: it drains an iterable of (checkpoint name, full tensor)."""
 
-Tensors = Callable[[], dict[str, torch.Tensor]]
-"""What an adapter calls to see a worker's memory: name -> local tensor, each storage once."""
+Tensors = Callable[[], NamedTensors]
+"""What an adapter calls to see a worker's memory: name -> local tensor, each storage once, buffers marked."""
 
 
 def load_weights_fn(module: nn.Module) -> LoadWeights:
@@ -42,33 +44,12 @@ def load_weights_fn(module: nn.Module) -> LoadWeights:
 
 
 def tensors_fn(module: nn.Module) -> Tensors:
-    """A callable that names the module's live tensors: parameters, then buffers, each as this rank's local tensor.
+    """A callable that names the module's live tensors as this rank holds them; see `weightbridge.probe.discover_tensors`.
 
-    Two names of one storage (tied weights) appear once, under the first. The callable is no collective; it reads the
-    module anew each time, so storage that was rebound is seen.
+    It is no collective. It reads the module anew each time, so storage that was rebound is seen; two names of one
+    storage (tied weights) appear once; buffers are told apart from parameters, whose every element must be loaded.
     """
-
-    def tensors() -> dict[str, torch.Tensor]:
-        return dict(named_live_tensors(module))
-
-    return tensors
-
-
-def named_live_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, local tensor) of every parameter and buffer with elements on this rank, aliases folded into the first."""
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        local = local_of(tensor)
-        key = (local.data_ptr(), tuple(local.shape), local.stride())
-        if local.numel() == 0 or key in seen:
-            continue
-        seen.add(key)
-        yield name, local
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, without gradient: `to_local()` of a DTensor, else the tensor itself. Same storage."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return partial(discover_tensors, module)
 
 
 def _targets(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from weightbridge.errors import UsageError
 from weightbridge.integrations import dtensor
 from weightbridge.integrations.dtensor import LoadWeights, Tensors
+from weightbridge.probe import NamedTensors
 
 __all__ = ["load_weights_fn", "reshard", "tensors_fn"]
 
@@ -40,7 +41,7 @@ def tensors_fn(module: nn.Module) -> Tensors:
     _require_fsdp(module)
     tensors = dtensor.tensors_fn(module)
 
-    def sharded() -> dict[str, torch.Tensor]:
+    def sharded() -> NamedTensors:
         reshard(module)
         return tensors()
 

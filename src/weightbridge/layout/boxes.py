@@ -92,10 +92,7 @@ def expand(source_map: SourceMap, spec: CheckpointSpec, num_dims: int | None = N
             f"the source map was probed against checkpoint {source_map.spec_digest}, expected {spec.digest}; "
             "probe again with this checkpoint spec"
         )
-    rank = max((len(t.shape) for t in spec.tensors), default=0)
-    dims = max(1, rank) if num_dims is None else num_dims
-    if dims < rank:
-        raise LayoutError(f"num_dims is {dims} but the checkpoint has a tensor of {rank} dims")
+    dims = max(1, *(len(t.shape) for t in spec.tensors)) if num_dims is None else num_dims
     copies = source_map.copies
     if not len(copies):
         empty, square = np.zeros(0, dtype=np.int64), np.zeros((0, dims), dtype=np.int64)
@@ -103,6 +100,9 @@ def expand(source_map: SourceMap, spec: CheckpointSpec, num_dims: int | None = N
             tensor=empty, live=empty, start=square, step=square, count=square, live_start=empty, live_stride=square
         )
     _check_range(copies, spec)
+    rank = max(len(spec.tensors[i].shape) for i in np.unique(copies.tensor).tolist())
+    if dims < rank:
+        raise LayoutError(f"num_dims is {dims} but the checkpoint has a tensor of {rank} dims")
     found: list[tuple[Int64Array, ...]] = []
     num_rows = 0
     for shape, work in _patterns(copies, spec):
@@ -131,7 +131,7 @@ def _check_range(copies: CopyTable, spec: CheckpointSpec) -> None:
     extent = (copies.count - 1) * copies.src_stride
     low = copies.src_start + np.minimum(extent, 0).sum(axis=1)
     high = copies.src_start + np.maximum(extent, 0).sum(axis=1)
-    sizes = np.array([t.numel for t in spec.tensors], dtype=np.int64)[copies.tensor]
+    sizes = np.diff(spec.numel_offsets)[copies.tensor]
     bad = np.flatnonzero((low < 0) | (high >= sizes))
     if len(bad):
         i = int(bad[0])
@@ -146,7 +146,9 @@ def _check_range(copies: CopyTable, spec: CheckpointSpec) -> None:
 def _patterns(copies: CopyTable, spec: CheckpointSpec) -> list[tuple[tuple[int, ...], _Work]]:
     """Rows grouped by shape, counts and strides, with source strides made positive."""
     shapes: dict[tuple[int, ...], int] = {}
-    shape_of = np.array([shapes.setdefault(t.shape, len(shapes)) for t in spec.tensors], dtype=np.int64)[copies.tensor]
+    tensors, position = np.unique(copies.tensor, return_inverse=True)
+    known = [shapes.setdefault(spec.tensors[i].shape, len(shapes)) for i in tensors.tolist()]
+    shape_of = np.array(known, dtype=np.int64)[position.reshape(-1)]
     backward = (copies.src_stride < 0) & (copies.count > 1)
     turn = np.where(backward, copies.count - 1, 0)
     src = copies.src_start + (turn * copies.src_stride).sum(axis=1)

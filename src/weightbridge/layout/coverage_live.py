@@ -41,7 +41,13 @@ def missing_elements(spec: CheckpointSpec, maps: Sequence[SourceMap]) -> dict[st
         for source_map, order, tensors in zip(maps, rows_of, sorted_tensor, strict=True):
             lo, hi = np.searchsorted(tensors, [position, position + 1])
             for row in order[lo:hi]:
-                held[lattice_offsets(int(source_map.copies.src_start[row]), source_map.copies.count[row], source_map.copies.src_stride[row])] = True
+                held[
+                    lattice_offsets(
+                        int(source_map.copies.src_start[row]),
+                        source_map.copies.count[row],
+                        source_map.copies.src_stride[row],
+                    )
+                ] = True
             if held.all():
                 break
         num_missing = tensor.numel - int(np.count_nonzero(held))

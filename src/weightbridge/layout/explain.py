@@ -1,7 +1,8 @@
 """A source map in words: per live tensor, which index range of it holds which index range of the checkpoint.
 
 Ranges are half-open and Python-like. A dim that several axes walk is written as a sum, outermost first:
-`0:12:6 + 0:3` stands for 0, 1, 2, 6, 7, 8. The text is stable: equal maps give equal text.
+`0:12:6 + 0:3` stands for 0, 1, 2, 6, 7, 8. A negative step
+counts down from the first number to just above the second. The text is stable: equal maps give equal text.
 """
 
 from __future__ import annotations
@@ -37,8 +38,18 @@ def _lines(source_map: SourceMap, spec: CheckpointSpec, live: int) -> list[str]:
     for row in rows[np.argsort(copies.live_start[rows], kind="stable")].tolist():
         source = spec.tensors[int(copies.tensor[row])]
         count = copies.count[row].tolist()
-        here = _ranges(int(copies.live_start[row]), list(zip(count, copies.live_stride[row].tolist(), strict=True)), tensor.shape, tensor.strides)
-        there = _ranges(int(copies.src_start[row]), list(zip(count, copies.src_stride[row].tolist(), strict=True)), source.shape, _row_major(source.shape))
+        here = _ranges(
+            int(copies.live_start[row]),
+            list(zip(count, copies.live_stride[row].tolist(), strict=True)),
+            tensor.shape,
+            tensor.strides,
+        )
+        there = _ranges(
+            int(copies.src_start[row]),
+            list(zip(count, copies.src_stride[row].tolist(), strict=True)),
+            source.shape,
+            _row_major(source.shape),
+        )
         cast = "" if source.dtype.name == tensor.dtype.name else f" cast {source.dtype.name} -> {tensor.dtype.name}"
         lines.append(f"  {here} <- {source.name}{there}{cast}  ({int(copies.numel[row])} elements)")
     for constant in source_map.constants:
@@ -96,7 +107,7 @@ def _dim_range(first: int, moves: list[tuple[int, int]], extent: int) -> str:
     terms = []
     for position, (n, s) in enumerate(sorted(moves, key=lambda m: -abs(m[1]))):
         base = first if position == 0 else 0
-        end = base + (n - 1) * s + (1 if s > 0 else -1)
+        end = base + n * s
         terms.append(f"{base}:{end}" + (f":{s}" if s != 1 else ""))
     return " + ".join(terms)
 

@@ -83,7 +83,9 @@ def decode_source_map(data: bytes | memoryview, *, spec: CheckpointSpec | None =
     except (msgspec.DecodeError, RecursionError) as error:
         raise LayoutError(f"these {len(data)} bytes are no source map: {error}") from None
     if wire.format != _FORMAT:
-        raise LayoutError(f"source map format {wire.format} is not known, expected {_FORMAT}; use one version of the library")
+        raise LayoutError(
+            f"source map format {wire.format} is not known, expected {_FORMAT}; use one version of the library"
+        )
     if spec is not None and wire.spec_digest != spec.digest:
         raise LayoutError(f"source map was made for checkpoint {wire.spec_digest}, expected {spec.digest}; probe again")
     live = tuple(_live_tensor(t) for t in wire.live)
@@ -100,12 +102,16 @@ def decode_source_map(data: bytes | memoryview, *, spec: CheckpointSpec | None =
     for name, num in wire.untouched.items():
         if name not in names or num < 0:
             raise LayoutError(f"source map counts {num} untouched elements in {name!r}, which it does not describe")
-    return SourceMap(spec_digest=wire.spec_digest, live=live, copies=copies, constants=constants, untouched=wire.untouched)
+    return SourceMap(
+        spec_digest=wire.spec_digest, live=live, copies=copies, constants=constants, untouched=wire.untouched
+    )
 
 
 def _live_tensor(wire: _WireLive) -> LiveTensor:
     if any(not 0 <= n < _LIMIT for n in (*wire.shape, *wire.strides)):
-        raise LayoutError(f"live tensor {wire.name!r} has shape {wire.shape} and strides {wire.strides}; expected sizes")
+        raise LayoutError(
+            f"live tensor {wire.name!r} has shape {wire.shape} and strides {wire.strides}; expected sizes"
+        )
     try:
         dtype = dtype_named(wire.dtype)
     except SpecError as error:
@@ -130,7 +136,8 @@ def _copy_table(wire: _WireMap) -> CopyTable:
     if bool((np.abs(axes[1:].astype(np.float64)) >= 2.0**62).any()):
         raise LayoutError("source map has a stride beyond any tensor; it is damaged")
     return CopyTable(
-        tensor=heads[0], live=heads[1], src_start=heads[2], live_start=heads[3], count=axes[0], src_stride=axes[1], live_stride=axes[2]
+        tensor=heads[0], live=heads[1], src_start=heads[2], live_start=heads[3],
+        count=axes[0], src_stride=axes[1], live_stride=axes[2],
     )  # fmt: skip
 
 
@@ -166,7 +173,12 @@ def _constant(wire: _WireConstant, live: tuple[LiveTensor, ...]) -> Constant:
     tensor = live[wire.live]
     lo = wire.live_start + sum(min((n - 1) * s, 0) for n, s in wire.axes)
     hi = wire.live_start + sum(max((n - 1) * s, 0) for n, s in wire.axes)
-    if any(n < 1 for n, _ in wire.axes) or lo < 0 or hi >= tensor.span_numel or not 0 <= wire.bits < 1 << 8 * tensor.dtype.itemsize:
+    if (
+        any(n < 1 for n, _ in wire.axes)
+        or lo < 0
+        or hi >= tensor.span_numel
+        or not 0 <= wire.bits < 1 << 8 * tensor.dtype.itemsize
+    ):
         raise LayoutError(
             f"source map: a constant of {tensor.name!r} covers live offset {lo}..{hi} with bits {wire.bits:#x}; expected it "
             f"within {tensor.span_numel} elements of {tensor.dtype.name}"

@@ -15,7 +15,7 @@ from weightbridge.errors import TransportError
 
 __all__ = [
     "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION", "AllowAssemble", "AskIdle", "Begin", "Closed", "Commit", "Committed",
-    "ConnectPeers", "Connected", "Failure", "Goodbye", "Heartbeat", "IdleAnswer", "IdleInstall", "IdleRelease",
+    "ConnectPeers", "Connected", "Failure", "Goodbye", "Heard", "Heartbeat", "IdleAnswer", "IdleInstall", "IdleRelease",
     "InstallNow", "Installed", "Join", "LayoutReady", "Message", "Parked", "PeerEndpoint", "PlanReady",
     "ProgramReady", "Promise", "Propose", "Ready", "Rejected", "Report", "Resumed", "RunProbe", "SendReady", "Slot",
     "StopRequest", "Stopped", "Transferred", "Welcome", "WorkerFailed", "decode", "encode",
@@ -91,6 +91,10 @@ class Failure(Message, frozen=True):
     causes: dict[Name, Text]
     poisoned: tuple[Name, ...] = ()
     version: Number = -1
+
+
+class Heard(Message, frozen=True):
+    """Worker -> hub: the failure has arrived here."""
 
 
 # --- connect ----------------------------------------------------------------------------------------------------------
@@ -284,7 +288,7 @@ class Report(Message, frozen=True):
 
 
 _ALL = (
-    Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | RunProbe
+    Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | Heard | RunProbe
     | LayoutReady | PlanReady | ProgramReady | ConnectPeers | Connected | Propose | Promise | Commit | Parked
     | AskIdle | IdleAnswer | IdleInstall | IdleRelease | InstallNow | Installed | StopRequest | Stopped
     | SendReady | Begin | AllowAssemble | Transferred | Committed | Resumed | Report

@@ -18,12 +18,18 @@ from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
 
 __all__ = [
-    "Admit", "Joining", "MakePlan", "Phase", "PlanMade", "PlanRefused", "Received", "Refuse", "Send", "SessionEvent",
+    "HUB_WORKER", "Admit", "Joining", "MakePlan", "Phase", "PlanMade", "PlanRefused", "Received", "Refuse", "Send", "SessionEvent",
     "SessionInstruction", "SessionMachine", "SessionTimeouts", "Tick",
 ]  # fmt: skip
 
 LEADER_TICK_SECONDS = 0.2
 """How often an agreement sends again what is unanswered, and asks whether its engine is idle."""
+
+HUB_WORKER = "trainer/0"
+"""The worker whose process the hub lives in."""
+
+HEARD_SECONDS = 1.0
+"""How long the hub waits for others to confirm a failure (the dead never will) before it tells its own worker."""
 
 
 class Phase(str, Enum):
@@ -173,6 +179,9 @@ class SessionMachine:
         self._version = -1
         self._gone: set[str] = set()
         self._next_leader_tick = now
+        self._unheard: set[str] = set()  # who has yet to confirm the failure
+        self._tell_until: float | None = None
+        self._last_word: Send | None = None  # the failure for the hub's own worker, which is told last
         self._out: list[SessionInstruction] = []
 
     # --- the one entry --------------------------------------------------------------------------------------------------
@@ -361,6 +370,9 @@ class SessionMachine:
 
     def _received(self, worker: str, message: w.Message, now: float) -> None:
         if self.phase is Phase.FAILED or self.phase is Phase.CLOSED:
+            if isinstance(message, w.Heard):
+                self._unheard.discard(worker)
+                self._tell_own_worker(now)
             return
         engine, rank = self._joins[worker].engine, self._joins[worker].rank
         match message:
@@ -436,6 +448,7 @@ class SessionMachine:
 
     def _tick(self, now: float) -> None:
         if self.phase in (Phase.FAILED, Phase.CLOSED):
+            self._tell_own_worker(now)
             return
         silent = {
             n: now - t for n, t in self._last_seen.items() if now - t > self._timeouts.heartbeat and n not in self._gone
@@ -495,7 +508,10 @@ class SessionMachine:
         return parked or moving or resuming
 
     def _fail(self, causes: dict[str, str], kind: str) -> None:
-        """Terminal. Tells every worker that may still listen, once."""
+        """Terminal. Tells every worker that may still listen, once.
+
+        The worker in whose process the hub lives hears of it last: it may well exit on the spot, and the hub with it.
+        """
         if self.phase is Phase.FAILED:
             return
         self.phase = Phase.FAILED
@@ -505,7 +521,20 @@ class SessionMachine:
             version = self._update.version
             if self._update.allowed:
                 poisoned = tuple(e for e in self._engines if e not in self._update.committed)
-        self._broadcast(w.Failure(kind=kind, causes=causes, poisoned=poisoned, version=version))
+        failure = w.Failure(kind=kind, causes=causes, poisoned=poisoned, version=version)
+        self._unheard = {name for name in self._order() if name not in self._gone and name != HUB_WORKER}
+        self._out += [Send(name, failure) for name in sorted(self._unheard)]
+        self._last_word = Send(HUB_WORKER, failure) if HUB_WORKER in self._joins else None
+        self._tell_until = None
+
+    def _tell_own_worker(self, now: float) -> None:
+        if self._last_word is None:
+            return
+        if self._tell_until is None:
+            self._tell_until = now + HEARD_SECONDS
+        if not self._unheard or now >= self._tell_until:
+            self._out.append(self._last_word)
+            self._last_word = None
 
     # --- small things -----------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,9 @@ class TransferMachine:
         self._sends = any(s.stage not in stages for s in program.slots)  # has live weights to give away
         self._encoded = program.codec != "identity"
         self._awaited: set[_Key] = {(k, a.stage, a.peer) for k, r in enumerate(rounds) for a in r.awaits}
-        self._posts: dict[_Key, int] = {(k, p.stage, p.peer): i for k, r in enumerate(rounds) for i, p in enumerate(r.posts)}
+        self._posts: dict[_Key, int] = {
+            (k, p.stage, p.peer): i for k, r in enumerate(rounds) for i, p in enumerate(r.posts)
+        }
         self._unwritten = [len(r.posts) for r in rounds]
         self._unarrived = [len(r.awaits) for r in rounds]
         self._issued: set[_Key] = set()

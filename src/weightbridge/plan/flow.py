@@ -64,6 +64,11 @@ class Network:
         return tuple(sorted({self.node_of[w] for w in self.topology.rollouts}))
 
     @cached_property
+    def rollouts_on(self) -> dict[int, tuple[int, ...]]:
+        """Rollout workers of each rollout node, in their order."""
+        return {v: tuple(w for w in self.topology.rollouts if self.node_of[w] == v) for v in self.rollout_nodes}
+
+    @cached_property
     def rollout_bandwidth(self) -> dict[int, float]:
         """Bytes per second of each rollout node's rollout workers together, one direction."""
         return {v: self.topology.bandwidth_of_node(self.topology.nodes[v], Role.ROLLOUT) for v in self.rollout_nodes}

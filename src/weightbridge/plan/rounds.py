@@ -5,6 +5,8 @@ Fill and drain cost little and more rounds buy nothing, so K is the smallest num
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +20,7 @@ SEGMENT_ALIGNMENT_BYTES = 64
 
 _CELLS_AT_ONCE = 1 << 21
 _EXHAUSTIVE = 64  # so many values of K are tried one by one before the search jumps
+_SPARSE = 4  # rounds per alignment unit of the fullest slot at which the search gives up
 
 
 def slot_loads(plan: Plan, rounds: range) -> npt.NDArray[np.int64]:
@@ -56,29 +59,27 @@ def fit_rounds(plan: Plan, min_rounds: int) -> Plan:
     Raises InfeasibleError when parts of one alignment unit each do not fit.
     """
     if not len(plan.routes):
-        return with_rounds(plan, max(1, min_rounds))
+        return with_rounds(plan, min_rounds)
     sizes = plan.routes["hi"] - plan.routes["lo"]
-    most = max(int(-(-sizes // plan.alignment).max()), min_rounds)
-    smallest = int(np.minimum(sizes, plan.alignment).max())
-    smallest += -smallest % SEGMENT_ALIGNMENT_BYTES
-    if smallest <= plan.slot_bytes:
+    needed = int(np.minimum(sizes, plan.alignment).max())
+    needed += -needed % SEGMENT_ALIGNMENT_BYTES
+    if needed <= plan.slot_bytes:
         whole = _worst(with_rounds(plan, 1))
-        rounds = max(min_rounds, 1, min(most, whole // plan.slot_bytes))
-        tried = 0
-        while True:
+        # beyond this every worker has far fewer units than rounds: more rounds do not spread them any further
+        most = max(min_rounds, _SPARSE * -(-whole // min(plan.alignment, needed)))
+        rounds = max(min_rounds, -(-whole // plan.slot_bytes))
+        for tried in count():
             trial = with_rounds(plan, rounds)
-            worst = _worst(trial)
-            if worst <= plan.slot_bytes:
+            needed = _worst(trial)
+            if needed <= plan.slot_bytes:
                 return trial
             if rounds >= most:
-                smallest = worst
                 break
-            tried += 1
-            rounds += 1 if tried < _EXHAUSTIVE else max(1, rounds * (worst - plan.slot_bytes) // plan.slot_bytes)
-            rounds = min(rounds, most)
+            jump = 1 if tried < _EXHAUSTIVE else max(1, rounds * (needed - plan.slot_bytes) // plan.slot_bytes)
+            rounds = min(rounds + jump, most)
     raise InfeasibleError(
-        f"a slot must hold {smallest} bytes even when every route is cut into parts of {plan.alignment} bytes, the budget is "
-        f"{plan.slot_bytes}; raise slot_bytes to at least {smallest}",
-        needed_bytes=smallest,
+        f"a slot must hold {needed} bytes even when every route is cut into parts of {plan.alignment} bytes, the budget is "
+        f"{plan.slot_bytes}; raise slot_bytes to at least {needed}",
+        needed_bytes=needed,
         budget_bytes=plan.slot_bytes,
     )

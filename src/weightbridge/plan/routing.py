@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from weightbridge.plan.flow import Flow, Network
 from weightbridge.plan.plan import HOP, ROUTE, STAGES
-from weightbridge.plan.topology import Role
 
 __all__ = ["busiest_link_seconds", "make_routes"]
 
@@ -51,14 +50,7 @@ def make_routes(net: Network, flow: Flow, alignment: int) -> tuple[npt.NDArray[n
     for node in net.rollout_nodes:
         routes = _forward(net, routes, node, alignment)
     routes += _enter(net, _local_pieces(net, alignment), alignment)
-    routes.sort(
-        key=lambda r: (
-            r.class_id,
-            net.node_of[r.sender] == r.node,
-            r.node if r.node in net.local[r.class_id] else -1,
-            r.lo,
-        )
-    )
+    routes.sort(key=lambda r: (r.class_id, r.node if net.node_of[r.sender] == r.node else -1, r.lo))
     table = np.array([(r.class_id, r.lo, r.hi, r.sender, r.entry) for r in routes], dtype=ROUTE)
     stage = STAGES.index("exchange")
     hops = [(i, stage, r.entry, dst) for i, r in enumerate(routes) for _, dst in sorted(r.onward.items())]
@@ -130,7 +122,7 @@ def _enter(net: Network, pieces: list[_Route], alignment: int) -> list[_Route]:
 
 def _shares(net: Network, node: int, nbytes: int) -> dict[int, float]:
     """`nbytes` divided over the node's rollout workers in proportion to their links."""
-    workers = net.topology.on_node(net.topology.nodes[node], Role.ROLLOUT)
+    workers = net.rollouts_on[node]
     rates = [net.topology.workers[w].bandwidth for w in workers]
     return {w: nbytes * rate / sum(rates) for w, rate in zip(workers, rates, strict=True)}
 
@@ -190,13 +182,13 @@ def _forward(net: Network, routes: list[_Route], node: int, alignment: int) -> l
     Between nodes with equally many rollout workers the i-th sends to the i-th (rail-aligned: it bounds the number of
     pairs). Between others a rail would crowd the workers that have a counterpart, so the copies are spread by link.
     """
-    own = net.topology.on_node(net.topology.nodes[node], Role.ROLLOUT)
+    own = net.rollouts_on[node]
     found, free = [], []
     for r in routes:
         if r.node == node or node not in net.targets[r.class_id]:
             found.append(r)
             continue
-        there = net.topology.on_node(net.topology.nodes[r.node], Role.ROLLOUT)
+        there = net.rollouts_on[r.node]
         if len(there) == len(own):
             found.append(replace(r, onward={**r.onward, node: own[there.index(r.entry)]}))
         else:

@@ -230,16 +230,19 @@ def _check_rounds(plan: Plan, spec: CheckpointSpec) -> None:
             refuse("a stream is cut off alignment or inside an element")
         parts = np.diff(cuts, axis=0)
         parts = -(-parts // _SEGMENT_BYTES) * _SEGMENT_BYTES
-        for k, part in enumerate(parts, start=first):
-            for slot, who, size in (
-                ("send", r["sender"], part),
-                ("receive", r["entry"], part),
-                ("exchange", h["dst"], part[h["route"]]),
-            ):
-                load = np.bincount(who, weights=size, minlength=workers)
-                if load.max(initial=0) > plan.slot_bytes:
-                    name, most = plan.topology.workers[int(load.argmax())].name, int(load.max())
-                    refuse(f"round {k} puts {most} bytes into slot {slot!r} of {name!r}, more than {plan.slot_bytes}")
+        for slot, who, size in (
+            ("send", r["sender"], parts),
+            ("receive", r["entry"], parts),
+            ("exchange", h["dst"], parts[:, h["route"]]),
+        ):
+            cell = np.arange(stop - first)[:, None] * workers + who
+            load = np.bincount(cell.reshape(-1), weights=size.reshape(-1), minlength=(stop - first) * workers)
+            if load.max() > plan.slot_bytes:
+                k, w = divmod(int(load.argmax()), workers)
+                name = plan.topology.workers[w].name
+                refuse(
+                    f"round {first + k} puts {int(load.max())} bytes into slot {slot!r} of {name!r}, over {plan.slot_bytes}"
+                )
 
 
 def _facts(plan: Plan) -> PlanFacts:

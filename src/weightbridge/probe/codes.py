@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,9 +69,7 @@ class CodeTable:
     def encode(self, dtype: DType, pass_: int, start: int, out: npt.NDArray[np.unsignedinteger]) -> None:
         """Write the codes of elements g = start, start + 1, ... as raw bits into the flat array `out`."""
         p = self.moduli[pass_]
-        shift = self.bit_step(dtype)
-        window = np.arange(p, dtype=np.uint64) + np.uint64(self.first_bits(dtype, pass_))
-        period = (window << np.uint64(shift)).astype(out.dtype)
+        period = _period(self, dtype, pass_)
         phase = (start + 1) % p
         head = min(len(out), (p - phase) % p)
         out[:head] = period[phase : phase + head]
@@ -112,7 +112,8 @@ class CodeTable:
             low_bits = int(np.bitwise_or.reduce(raw, axis=None)) & 0xFFFF
             if not low_bits and int(codes.max(initial=0)) < p:
                 return None
-            return (codes >= p) | (halves[..., 0] != 0)
+            mask: npt.NDArray[np.bool_] = (codes >= p) | (halves[..., 0] != 0)
+            return mask
         # A one-byte dtype wraps within its own width: 0 - first must not fall into the window, so widen first.
         wide = (raw >> kind(shift)).astype(np.int64) - first
         invalid = (wide < 0) | (wide >= p)
@@ -120,6 +121,14 @@ class CodeTable:
             invalid |= (raw & kind((1 << shift) - 1)) != 0
         np.copyto(codes, wide, casting="unsafe")
         return invalid if bool(invalid.any()) else None
+
+
+@lru_cache(maxsize=16)
+def _period(table: CodeTable, dtype: DType, pass_: int) -> npt.NDArray[Any]:
+    """[p] raw bits of all residues of a pass."""
+    window = np.arange(table.moduli[pass_], dtype=np.uint64) + np.uint64(table.first_bits(dtype, pass_))
+    period: npt.NDArray[Any] = (window << np.uint64(table.bit_step(dtype))).astype(dtype.bits)
+    return period
 
 
 def code_table(spec: CheckpointSpec, dtypes: Iterable[str]) -> CodeTable:

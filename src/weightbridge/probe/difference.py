@@ -32,7 +32,7 @@ class SparseEntries(NamedTuple):
 class Differencer:
     """Takes the rows of one field from top to bottom and keeps the non-zero second differences.
 
-    Memory: 4 work arrays of (tile_rows + 2) x cols 16-bit words. Use: fill `rows_buffer(n)`, call `push(n)`, repeat, `finish()`.
+    Fill `rows_buffer(n)`, call `push(n)`, repeat, `finish()`. Memory: 3 arrays of (tile_rows + 2) x cols 16-bit words.
     """
 
     def __init__(self, cols: int, modulus: int, tile_rows: int) -> None:

@@ -16,10 +16,11 @@ from weightbridge.checkpoint.spec import CheckpointSpec
 from weightbridge.errors import ProbeError
 from weightbridge.layout.source_map import LiveTensor
 from weightbridge.probe.codes import CodeTable
+from weightbridge.probe.constants import Conflict, Runs, settle
 from weightbridge.probe.difference import SparseEntries
-from weightbridge.probe.lattice import Lattice, Runs1D, collapse, copies_of_tensor, place_rectangles
-from weightbridge.probe.live import Field, fields_of
-from weightbridge.probe.observe import Runs, observe
+from weightbridge.probe.fields import Field, fields_of
+from weightbridge.probe.lattice import Axis, Lattice, Runs1D, collapse, copies_of_tensor, place_rectangles
+from weightbridge.probe.observe import observe
 from weightbridge.probe.reconstruct import rectangles
 from weightbridge.probe.values import describe_bits
 from weightbridge.probe.verify import live_index
@@ -51,36 +52,21 @@ class TensorRecord:
     live: LiveTensor
     fields: tuple[Field, ...]
     entries: list[list[SparseEntries]] = field(default_factory=list)
-    runs: list[Runs] = field(default_factory=list)
+    runs: list[list[Runs]] = field(default_factory=list)
 
     @classmethod
     def of(cls, live: LiveTensor) -> TensorRecord:
         fields = fields_of(live)
-        return cls(live, fields, [[] for _ in fields])
+        return cls(live, fields, [[] for _ in fields], [[] for _ in fields])
 
     def read(self, local: torch.Tensor, table: CodeTable, pass_: int) -> None:
-        """Observe the tensor after a coded load. Raises ProbeError for elements that are computed."""
-        for i, part in enumerate(self.fields):
+        """Observe the tensor after a coded load. Raises ProbeError when it is too irregular to be copies."""
+        for part, entries, runs in zip(self.fields, self.entries, self.runs, strict=True):
             seen = observe(local, self.live.name, self.live.dtype, part, table, pass_)
-            self.entries[i].append(seen.entries)
-            if pass_ == 0:
-                self.runs.append(seen.runs)
-            else:
-                self._compare(part, self.runs[i], seen.runs)
-
-    def _compare(self, part: Field, before: Runs, now: Runs) -> None:
-        if all(np.array_equal(a, b) for a, b in zip(before, now, strict=True)):
-            return
-        n = min(len(before.start), len(now.start))
-        differs = np.zeros(n, dtype=bool)
-        for a, b in zip(before, now, strict=True):
-            differs |= a[:n] != b[:n]
-        first = int(np.flatnonzero(differs)[0]) if differs.any() else n
-        candidates = [int(r.start[first]) for r in (before, now) if first < len(r.start)]
-        position = min(candidates)
-        if len(candidates) == 2 and candidates[0] == candidates[1] and self._seen(before, position) == self._seen(now, position):
-            position += int(min(before.length[first], now.length[first]))
-        raise self._computed(part, position, f"{self._seen(before, position)} in one load and {self._seen(now, position)} in another")
+            entries.append(seen.entries)
+            # Mostly all passes agree; then one of them is kept.
+            same = bool(runs) and all(np.array_equal(a, b) for a, b in zip(runs[0], seen.runs, strict=True))
+            runs.append(runs[0] if same else seen.runs)
 
     def _seen(self, runs: Runs, position: int) -> str:
         i = int(np.searchsorted(runs.start, position, side="right")) - 1
@@ -93,7 +79,7 @@ class TensorRecord:
         index = live_index(self.live, part.start + row * part.row_stride + col * part.col_stride)
         return ProbeError(
             f"live tensor {self.live.name!r}, element {list(index)}: the loader computes it rather than copying it from the "
-            f"checkpoint: it saw {what}. Only copies and constants can be followed; reloading computed tensors through the "
+            f"checkpoint: it held {what}. Only copies and constants can be followed; reloading computed tensors through the "
             "loader itself is not available yet. Turn the transformation off, or leave the tensor out of `tensors`",
             tensor=self.live.name,
             index=index,
@@ -102,15 +88,24 @@ class TensorRecord:
     def explain(self, spec: CheckpointSpec, table: CodeTable) -> Explanation:
         """After the last coded pass: every element accounted for once. Raises ProbeError for computed elements."""
         placed: list[Runs1D] = []
-        for part, passes, runs in zip(self.fields, self.entries, self.runs, strict=True):
+        fixed: list[Lattice] = []
+        for part, entries, all_runs in zip(self.fields, self.entries, self.runs, strict=True):
+            settled = settle(entries, all_runs, table, self.live.dtype, part.rows, part.cols)
+            if isinstance(settled, Conflict):
+                seen = [self._seen(all_runs[k], settled.position) for k in sorted((settled.before, settled.after))]
+                raise self._computed(part, settled.position, f"{seen[0]} in one load and {seen[1]} in another")
+            runs = settled.runs
             try:
-                rects = rectangles(passes, table.moduli, part.rows, part.cols)
+                rects = rectangles(settled.entries, table.moduli, part.rows, part.cols)
                 runs1d, stray = place_rectangles(rects, part, spec.numel, table.product)
             except ProbeError as error:
                 raise ProbeError(f"live tensor {self.live.name!r}: {error.message}", tensor=self.live.name) from None
             if stray or runs1d.numel + int(runs.length.sum()) != part.numel:
-                raise self._computed(part, _first_unexplained(part, runs1d, runs), "codes that name no one checkpoint element")
+                raise self._computed(
+                    part, _first_unexplained(part, runs1d, runs), "codes that name no one checkpoint element"
+                )
             placed.append(runs1d)
+            fixed.extend(_run_lattices(part, runs))
         copies = copies_of_tensor(placed, spec.numel_offsets, [t.shape for t in spec.tensors])
         constants_of_spec = {spec.index[name] for name in spec.constants}
         for copy in copies:
@@ -120,7 +115,6 @@ class TensorRecord:
                     f"load to load as if they came from {spec.tensors[copy.group].name!r}, which the spec calls a constant",
                     tensor=self.live.name,
                 )
-        fixed = [x for part, runs in zip(self.fields, self.runs, strict=True) for x in _run_lattices(part, runs)]
         fixed = collapse(fixed, {x.group: () for x in fixed})
         return Explanation(
             copies=copies,
@@ -154,7 +148,8 @@ def _run_lattices(part: Field, runs: Runs) -> Sequence[Lattice]:
             row, col = divmod(position, part.cols)
             at = part.start + row * part.row_stride + col * part.col_stride
             if part.dense:
-                take, axes = left, ((left, 0, part.col_stride),)
+                take = left
+                axes: tuple[Axis, ...] = ((left, 0, part.col_stride),)
             elif col == 0 and left >= 2 * part.cols:
                 num_rows = left // part.cols
                 take = num_rows * part.cols

@@ -15,10 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from weightbridge.errors import ProbeError
-from weightbridge.probe.live import Field
+from weightbridge.probe.fields import Field
 from weightbridge.probe.reconstruct import Rectangles, chain_links
 
-__all__ = ["Axis", "Dims", "Lattice", "Runs1D", "collapse", "copies_of_tensor", "dims_of", "place_rectangles", "split_at_carries"]
+__all__ = [
+    "Axis",
+    "Dims",
+    "Lattice",
+    "Runs1D",
+    "collapse",
+    "copies_of_tensor",
+    "dims_of",
+    "place_rectangles",
+    "split_at_carries",
+]
 
 Int64Array = npt.NDArray[np.int64]
 Axis = tuple[int, int, int]
@@ -28,6 +38,7 @@ Dims = tuple[tuple[int, int], ...]
 
 _MAX_PIECES = 1 << 21
 _MAX_LAG = 32
+_MAX_COMPARED = 1 << 14
 
 
 class Lattice(NamedTuple):
@@ -104,7 +115,8 @@ def _halve(rects: Rectangles, product: int) -> Rectangles:
     half = np.where(by_rows, rects.height, rects.width) // 2
     slope = np.where(by_rows, rects.row_slope, rects.col_slope)
     moved = np.array(
-        [(v + h * s) % product for v, h, s in zip(rects.value.tolist(), half.tolist(), slope.tolist(), strict=True)], dtype=np.int64
+        [(v + h * s) % product for v, h, s in zip(rects.value.tolist(), half.tolist(), slope.tolist(), strict=True)],
+        dtype=np.int64,
     )
     upper = rects._replace(height=np.where(by_rows, half, rects.height), width=np.where(by_rows, rects.width, half))
     lower = rects._replace(
@@ -142,8 +154,19 @@ def copies_of_tensor(parts: Sequence[Runs1D], offsets: Int64Array, shapes: Seque
     offsets: [num_tensors + 1] first global index of each checkpoint tensor. Returns lattices with `group` the tensor and
     `start` within it, in memory order.
     """
+    pieces = _pieces(parts)
+    joined = _joined(pieces)
+    copies = _collapsed(joined, offsets, shapes)
+    if len(copies) > 1 and len(joined) < len(pieces) <= _MAX_COMPARED:
+        # Rows that happen to continue each other (the last of one head, the first of the next) are better left apart when
+        # that lets the heads repeat.
+        return min(copies, _collapsed(pieces, offsets, shapes), key=len)
+    return copies
+
+
+def _collapsed(placed: list[_Placed], offsets: Int64Array, shapes: Sequence[tuple[int, ...]]) -> list[Lattice]:
     pieces: list[Lattice] = []
-    for source, live, axes in _joined(parts):
+    for source, live, axes in placed:
         for tensor, start, at, cut in _cut_at_tensors(source, live, axes, offsets):
             for start_offset, live_offset, final in split_at_carries(start, cut, dims_of(shapes[tensor])):
                 pieces.append(Lattice(tensor, start_offset, at + live_offset, final))
@@ -152,34 +175,46 @@ def copies_of_tensor(parts: Sequence[Runs1D], offsets: Int64Array, shapes: Seque
     return collapse(pieces, {tensor: dims_of(shapes[tensor]) for tensor in {p.group for p in pieces}})
 
 
-def _joined(parts: Sequence[Runs1D]) -> Iterable[tuple[int, int, tuple[Axis, ...]]]:
-    """All pieces of a tensor; one-axis pieces that continue each other in memory and in the checkpoint are one."""
-    source = np.concatenate([p.source for p in parts]) if parts else np.zeros(0, np.int64)
-    live = np.concatenate([p.live for p in parts]) if parts else source
-    outer = [np.concatenate([p.outer[i] for p in parts]) if parts else source for i in range(3)]
-    inner = [np.concatenate([p.inner[i] for p in parts]) if parts else source for i in range(3)]
-    plain = outer[0] == 1
-    for i in np.flatnonzero(~plain).tolist():
-        axes = tuple((int(a[0][i]), int(a[1][i]), int(a[2][i])) for a in (outer, inner) if int(a[0][i]) > 1)
-        yield int(source[i]), int(live[i]), axes
-    chosen = np.flatnonzero(plain)
-    chosen = chosen[np.argsort(live[chosen], kind="stable")]
-    source, live, count, step, live_step = source[chosen], live[chosen], *(a[chosen] for a in inner)
-    if not len(chosen):
-        return
+_Placed = tuple[int, int, tuple[Axis, ...]]
+"""(global index, live offset, axes)"""
+
+
+def _pieces(parts: Sequence[Runs1D]) -> list[_Placed]:
+    """The placed rectangles as tuples, axes of count 1 left out."""
+    found: list[_Placed] = []
+    for part in parts:
+        columns = [part.source, part.live, *part.outer, *part.inner]
+        for source, live, n, s, step, m, t, leap in zip(*(c.tolist() for c in columns), strict=True):
+            axes = ((n, s, step), (m, t, leap))
+            found.append((source, live, tuple(a for a in axes if a[0] > 1)))
+    return found
+
+
+def _joined(pieces: list[_Placed]) -> list[_Placed]:
+    """One-axis pieces that continue each other in memory and in the checkpoint made one; the others as they are."""
+    lines = sorted((p for p in pieces if len(p[2]) <= 1), key=lambda p: p[1])
+    found = [p for p in pieces if len(p[2]) > 1]
+    if not lines:
+        return found
+    source = np.array([p[0] for p in lines], dtype=np.int64)
+    live = np.array([p[1] for p in lines], dtype=np.int64)
+    axis = np.array([p[2][0] if p[2] else (1, 0, 0) for p in lines], dtype=np.int64)
+    count, step, live_step = axis.T
     ahead = source[1:] - (source + (count - 1) * step)[:-1]
     live_ahead = live[1:] - (live + (count - 1) * live_step)[:-1]
-    pairs = np.concatenate([np.stack([step, live_step], 1), np.stack([ahead, live_ahead], 1)])
+    pairs = np.concatenate([axis[:, 1:], np.stack([ahead, live_ahead], 1)])
     ids = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
-    link = chain_links(live_ahead > 0, count, ids[: len(chosen)], ids[len(chosen) :])
-    start = np.flatnonzero(np.concatenate([[True], ~link]))
-    total = np.add.reduceat(count, start)
-    for i, n in zip(start.tolist(), total.tolist(), strict=True):
-        if n == count[i]:
-            axis = (n, int(step[i]), int(live_step[i]))
+    link = chain_links(live_ahead > 0, count, ids[: len(lines)], ids[len(lines) :])
+    first = np.flatnonzero(np.concatenate([[True], ~link]))
+    total = np.add.reduceat(count, first)
+    for i, n in zip(first.tolist(), total.tolist(), strict=True):
+        if n == 1:
+            found.append((lines[i][0], lines[i][1], ()))
+        elif int(count[i]) > 1:
+            found.append((lines[i][0], lines[i][1], ((n, int(step[i]), int(live_step[i])),)))
         else:
-            axis = (n, int(ahead[i]), int(live_ahead[i])) if count[i] == 1 else (n, int(step[i]), int(live_step[i]))
-        yield int(source[i]), int(live[i]), (axis,) if n > 1 else ()
+            found.append((lines[i][0], lines[i][1], ((n, int(ahead[i]), int(live_ahead[i])),)))
+    return found
 
 
 def _cut_at_tensors(
@@ -358,7 +393,9 @@ def _best_lag(live: Int64Array, start: Int64Array, coords: Int64Array) -> int:
     for lag in range(1, min(_MAX_LAG, (len(live) - 1) // 2) + 1):
         ahead, live_ahead = start[lag:] - start[:-lag], live[lag:] - live[:-lag]
         one_dim = np.count_nonzero(coords[lag:] - coords[:-lag], axis=1) <= 1
-        steady = (ahead[lag:] == ahead[:-lag]) & (live_ahead[lag:] == live_ahead[:-lag]) & one_dim[lag:] & one_dim[:-lag]
+        steady = (
+            (ahead[lag:] == ahead[:-lag]) & (live_ahead[lag:] == live_ahead[:-lag]) & one_dim[lag:] & one_dim[:-lag]
+        )
         score = int(np.count_nonzero(steady))
         if score > best_score:
             best, best_score = lag, score

@@ -6,35 +6,23 @@ equal bits, which is what pads and untouched tensors are made of.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightbridge.checkpoint.dtypes import DType
 from weightbridge.errors import ProbeError
 from weightbridge.probe.codes import CodeTable
+from weightbridge.probe.constants import RunCollector, Runs
 from weightbridge.probe.difference import TILE_NUMEL, Differencer, SparseEntries
-from weightbridge.probe.live import Field, raw_bits, to_numpy_bits
+from weightbridge.probe.fields import Field
+from weightbridge.probe.live import raw_bits, to_numpy_bits
 
-__all__ = ["Observation", "Runs", "fill_sentinel", "observe", "sentinel_bits"]
+__all__ = ["Observation", "fill_sentinel", "observe", "sentinel_bits"]
 
 _MAX_RUNS = 1 << 22
 _MAX_ENTRIES = 1 << 23
 """Bounds per field on what a pass may leave behind; beyond them the field is no set of slice copies."""
-
-
-class Runs(NamedTuple):
-    """Maximal runs of equal elements that hold no code, by position row * cols + col in the field.
-
-    bits: raw bits; 0 where `untouched`. untouched: the element still held the sentinel of its pass.
-    """
-
-    start: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
-    bits: npt.NDArray[np.uint64]
-    untouched: npt.NDArray[np.bool_]
 
 
 class Observation(NamedTuple):
@@ -67,7 +55,7 @@ def observe(local: torch.Tensor, name: str, dtype: DType, field: Field, table: C
     """Read a field once, tile by tile. Raises ProbeError naming the tensor when it is too irregular to be copies."""
     tile_rows = max(1, min(field.rows, TILE_NUMEL // field.cols))
     differencer = Differencer(field.cols, table.moduli[pass_], tile_rows)
-    collector = _RunCollector(sentinel_bits(dtype, pass_))
+    collector = RunCollector(sentinel_bits(dtype, pass_))
     for row in range(0, field.rows, tile_rows):
         num = min(tile_rows, field.rows - row)
         window = raw_bits(
@@ -86,46 +74,3 @@ def observe(local: torch.Tensor, name: str, dtype: DType, field: Field, table: C
                 tensor=name,
             )
     return Observation(differencer.finish(), collector.finish())
-
-
-class _RunCollector:
-    """Joins the runs of successive tiles."""
-
-    def __init__(self, sentinel: int) -> None:
-        self._sentinel = np.uint64(sentinel)
-        self._parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = []
-        self.num_runs = 0
-
-    def add(self, base: int, raw: npt.NDArray[Any], invalid: npt.NDArray[np.bool_]) -> None:
-        if bool(invalid.all()) and int(raw.min()) == int(raw.max()):
-            self._append(
-                np.array([base], np.int64), np.array([raw.size], np.int64), np.array([int(raw.flat[0])], np.uint64)
-            )
-            return
-        position = np.flatnonzero(invalid.reshape(-1))
-        values = raw[invalid].astype(np.uint64)
-        breaks = np.ones(len(position), dtype=bool)
-        breaks[1:] = (np.diff(position) != 1) | (values[1:] != values[:-1])
-        first = np.flatnonzero(breaks)
-        length = np.diff(np.append(first, len(position)))
-        self._append(position[first].astype(np.int64) + base, length.astype(np.int64), values[first])
-
-    def _append(
-        self, start: npt.NDArray[np.int64], length: npt.NDArray[np.int64], bits: npt.NDArray[np.uint64]
-    ) -> None:
-        self._parts.append((start, length, bits))
-        self.num_runs += len(start)
-
-    def finish(self) -> Runs:
-        if not self._parts:
-            z = np.zeros(0, dtype=np.int64)
-            return Runs(z, z, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=bool))
-        start, length, bits = (np.concatenate(column) for column in zip(*self._parts, strict=True))
-        # Tiles cut runs; positions and values tell where they go on.
-        breaks = np.ones(len(start), dtype=bool)
-        breaks[1:] = (start[1:] != start[:-1] + length[:-1]) | (bits[1:] != bits[:-1])
-        first = np.flatnonzero(breaks)
-        untouched = bits[first] == self._sentinel
-        return Runs(
-            start[first], np.add.reduceat(length, first), np.where(untouched, np.uint64(0), bits[first]), untouched
-        )

@@ -8,6 +8,7 @@ no harm. Rows between two rows with entries are alike up to a slope, so only row
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def rectangles(passes: Sequence[SparseEntries], moduli: Sequence[int], rows: int
     state = [(np.zeros(len(knots), np.int64), np.zeros(len(knots), np.int64)) for _ in moduli]
     found: list[Rectangles] = []
     bounds = np.searchsorted(row_position, np.arange(0, len(dirty) + step, step))
-    for chunk, (lo, hi) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for chunk, (lo, hi) in enumerate(pairwise(bounds.tolist())):
         here = slice(chunk * step, min((chunk + 1) * step, len(dirty)))
         if here.start >= here.stop:
             break
@@ -222,7 +223,9 @@ def _merge_downwards(rects: Rectangles, product: int) -> Rectangles:
     return Rectangles(row[start], total, col[start], width[start], value[start], slope, col_slope[start])
 
 
-def chain_links(follows: npt.NDArray[np.bool_], length: Int64Array, slope: Int64Array, between: Int64Array) -> npt.NDArray[np.bool_]:
+def chain_links(
+    follows: npt.NDArray[np.bool_], length: Int64Array, slope: Int64Array, between: Int64Array
+) -> npt.NDArray[np.bool_]:
     """Which of n pieces in line join the next one: [n - 1] booleans.
 
     Piece i has `length[i]` elements of step `slope[i]` (no step when it has one); `between[i]` is the step from its last

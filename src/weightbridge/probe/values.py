@@ -60,6 +60,8 @@ class VerificationValues:
         self._spec = spec
         self._seed = seed
         self._pools: dict[str, npt.NDArray[Any]] = {}
+        # Chunks of a large checkpoint begin at distinct places of a large pool; a small one has few chunks.
+        self._num_places = _POOL_NUMEL if spec.numel > _CHUNK_NUMEL else 1 << 10
 
     def bits(self, tensor: int, lo: int, hi: int) -> npt.NDArray[Any]:
         """Raw bits of elements [lo, hi) of a checkpoint tensor, flat, in a fresh array."""
@@ -69,7 +71,7 @@ class VerificationValues:
         first = int(self._spec.numel_offsets[tensor]) + lo
         chunks = np.arange(first // _CHUNK_NUMEL, (first + hi - lo + _CHUNK_NUMEL - 1) // _CHUNK_NUMEL, dtype=np.uint64)
         mixed = _mix(chunks, self._seed)
-        places = (mixed % np.uint64(_POOL_NUMEL)).tolist()
+        places = (mixed % np.uint64(self._num_places)).tolist()
         masks = ((mixed >> np.uint64(20)) & np.uint64(_free_mask(dtype))).astype(dtype.bits)
         for place, mask, chunk in zip(places, masks, chunks.tolist(), strict=True):
             begin = max(chunk * _CHUNK_NUMEL, first)
@@ -81,7 +83,7 @@ class VerificationValues:
     def _pool(self, dtype: DType) -> npt.NDArray[Any]:
         if dtype.name not in self._pools:
             generator = np.random.Generator(np.random.PCG64([self._seed, dtype.itemsize, dtype.mantissa_bits]))
-            words = generator.integers(0, 1 << 64, size=_POOL_NUMEL + _CHUNK_NUMEL, dtype=np.uint64)
+            words = generator.integers(0, 1 << 64, size=self._num_places + _CHUNK_NUMEL, dtype=np.uint64)
             fields = words & np.uint64(_free_mask(dtype))
             if dtype.is_float:
                 exponents = (words >> np.uint64(54)) & np.uint64((1 << _EXPONENT_BITS) - 1)
@@ -104,7 +106,8 @@ def _mix(numbers: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
         z = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64((seed * 0xD1342543DE82EF95 + 1) & (1 << 64) - 1)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+        return mixed
 
 
 def _constant(tensor: TensorSpec, value: float) -> torch.Tensor:

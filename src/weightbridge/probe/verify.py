@@ -7,6 +7,7 @@ nearest even.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,10 +29,10 @@ Values = Callable[[int, int, int], npt.NDArray[Any]]
 
 
 class Mismatch(NamedTuple):
-    """The first live element found that differs from the map's prediction. index: into the live tensor."""
+    """The first live element found that differs from the map's prediction. element: its index in the live tensor."""
 
     live: int
-    index: tuple[int, ...]
+    element: tuple[int, ...]
     source: str
     expected: int
     found: int
@@ -56,7 +57,9 @@ def predict(
         np.add.at(times, put, 1)
     for constant in source_map.constants:
         if constant.live == live:
-            put = _offsets(constant.live_start, np.array([n for n, _ in constant.axes]), np.array([s for _, s in constant.axes]))
+            put = _offsets(
+                constant.live_start, np.array([n for n, _ in constant.axes]), np.array([s for _, s in constant.axes])
+            )
             bits[put] = constant.bits
             np.add.at(times, put, 1)
     return bits, times
@@ -70,7 +73,11 @@ def _offsets(start: int, count: npt.NDArray[Any], stride: npt.NDArray[Any]) -> n
 
 
 def verify_live(
-    spec: CheckpointSpec, source_map: SourceMap, tensors: Sequence[torch.Tensor], values: Values, fixed: Sequence[Constant] = ()
+    spec: CheckpointSpec,
+    source_map: SourceMap,
+    tensors: Sequence[torch.Tensor],
+    values: Values,
+    fixed: Sequence[Constant] = (),
 ) -> Mismatch | None:
     """Compare live tensors (local, in the order of the map) with the map's prediction; None when every bit agrees.
 
@@ -83,7 +90,7 @@ def verify_live(
     copies = source_map.copies
     order = np.argsort(copies.tensor, kind="stable")
     bounds = np.flatnonzero(np.diff(copies.tensor[order], prepend=-1, append=-1))
-    for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+    for lo, hi in pairwise(bounds.tolist()):
         found = _check_source(spec, source_map, tensors, values, order[lo:hi])
         if found is not None:
             return found
@@ -91,7 +98,11 @@ def verify_live(
 
 
 def _check_source(
-    spec: CheckpointSpec, source_map: SourceMap, tensors: Sequence[torch.Tensor], values: Values, rows: npt.NDArray[np.int64]
+    spec: CheckpointSpec,
+    source_map: SourceMap,
+    tensors: Sequence[torch.Tensor],
+    values: Values,
+    rows: npt.NDArray[np.int64],
 ) -> Mismatch | None:
     """All copies that draw on one checkpoint tensor."""
     copies = source_map.copies
@@ -107,11 +118,16 @@ def _check_source(
         axes = [
             (n, s, step)
             for n, s, step in zip(
-                copies.count[row].tolist(), copies.src_stride[row].tolist(), copies.live_stride[row].tolist(), strict=True
+                copies.count[row].tolist(),
+                copies.src_stride[row].tolist(),
+                copies.live_stride[row].tolist(),
+                strict=True,
             )
             if n > 1
         ]
-        for src_offset, live_offset, part in _tiles(int(copies.src_start[row]) - low, int(copies.live_start[row]), axes):
+        for src_offset, live_offset, part in _tiles(
+            int(copies.src_start[row]) - low, int(copies.live_start[row]), axes
+        ):
             shape = tuple(n for n, _, _ in part)
             item = source.dtype.itemsize
             given = np.ndarray(

@@ -27,6 +27,9 @@ Int64Array = npt.NDArray[np.int64]
 _POINTS = 1 << 19  # points looked at together
 _PAIRS = 1 << 21  # point-box pairs looked at together
 _NUM_INNER = 8  # points inside each descriptor besides its corners
+_TARGET_SIZE = np.array(
+    [0, 2, 4, 2, 4, 2, 2], dtype=np.int64
+)  # bytes of an element after each Op; a copy keeps its size
 
 
 def check_contents(
@@ -42,6 +45,8 @@ def check_contents(
         table = round_.pack if trainer else round_.assemble.table
         if len(round_.assemble.table if trainer else round_.pack):
             raise InternalError(f"{where}: a trainer packs and a rollout assembles, nothing else")
+        if not len(table) and not round_.posts:
+            continue
         slots = [(program.worker, -1)] if trainer else [(w, STAGES.index(s)) for w, s in round_.assemble.sources]
         _check_bounds(table, source_map, truth.used_bytes(slots, k), where, to_live=not trainer)
         for rows, slot, live in _points(table, to_live=not trainer, exhaustive=exhaustive):
@@ -60,9 +65,7 @@ def check_contents(
 def _sides(table: npt.NDArray[np.void], *, to_live: bool) -> tuple[tuple[str, Int64Array], tuple[str, Int64Array]]:
     """((slot's side, its item sizes), (live side, its item sizes)); a cast halves or doubles or keeps the size."""
     size = table["itemsize"].astype(np.int64)
-    target = size.copy()
-    target[np.isin(table["op"], (Op.F32_TO_BF16, Op.F32_TO_F16))] = 2
-    target[np.isin(table["op"], (Op.BF16_TO_F32, Op.F16_TO_F32))] = 4
+    target = np.where(table["op"] == Op.COPY, size, _TARGET_SIZE[np.clip(table["op"], 0, len(_TARGET_SIZE) - 1)])
     return (("src", size), ("dst", target)) if to_live else (("dst", target), ("src", size))
 
 
@@ -74,7 +77,9 @@ def _check_bounds(
     if (table["count"] < 1).any():
         raise InternalError(f"{where}: a descriptor has a count below 1")
     live_bytes = [t.span_numel * t.dtype.itemsize for t in source_map.live]
-    for (side, size), sizes, what in zip(_sides(table, to_live=to_live), (used_bytes, live_bytes), ("slot", "live tensor"), strict=True):
+    for (side, size), sizes, what in zip(
+        _sides(table, to_live=to_live), (used_bytes, live_bytes), ("slot", "live tensor"), strict=True
+    ):
         buffer = table[f"{side}_buffer"]
         if int(buffer.min()) < 0 or int(buffer.max()) >= len(sizes):
             raise InternalError(f"{where}: a descriptor names {what} {int(buffer.max())} of {len(sizes)}")
@@ -85,7 +90,9 @@ def _check_bounds(
         bad = (low < 0) | (high > capacity)
         if bad.any():
             i = int(np.argmax(bad))
-            raise InternalError(f"{where}: descriptor {i} touches bytes [{low[i]}, {high[i]}) of {what} {buffer[i]}, which has {capacity[i]}")
+            raise InternalError(
+                f"{where}: descriptor {i} touches bytes [{low[i]}, {high[i]}) of {what} {buffer[i]}, which has {capacity[i]}"
+            )
 
 
 def _strided(memory: npt.NDArray[np.uint8], offset: int, count: list[int], stride: list[int]) -> npt.NDArray[np.uint8]:
@@ -123,8 +130,12 @@ def _count_live(written: list[npt.NDArray[np.uint8]], table: npt.NDArray[np.void
         live = int(row["dst_buffer"])
         size = source_map.live[live].dtype.itemsize
         if int(row["dst_offset"]) % size or any(s % size for s in row["dst_stride"].tolist()):
-            raise InternalError(f"a descriptor writes between the elements of live tensor {source_map.live[live].name!r}")
-        view = _strided(written[live], int(row["dst_offset"]) // size, row["count"].tolist(), (row["dst_stride"] // size).tolist())
+            raise InternalError(
+                f"a descriptor writes between the elements of live tensor {source_map.live[live].name!r}"
+            )
+        view = _strided(
+            written[live], int(row["dst_offset"]) // size, row["count"].tolist(), (row["dst_stride"] // size).tolist()
+        )
         before = int(view.max())
         view[...] += 1
         if before or int(view.max()) > 1:  # an overlap within the row adds once, an overlap between rows shows here
@@ -141,14 +152,18 @@ def _check_written(
     for i in np.flatnonzero(~constant[copies.tensor]).tolist():
         live = int(copies.live[i])
         num_wanted[live] += int(copies.numel[i])
-        view = _strided(written[live], int(copies.live_start[i]), copies.count[i].tolist(), copies.live_stride[i].tolist())
+        view = _strided(
+            written[live], int(copies.live_start[i]), copies.count[i].tolist(), copies.live_stride[i].tolist()
+        )
         view |= 2
     for live, marks in enumerate(written):
         bad = (marks != 0) & (marks != 3)
         if bad.any() or int((marks == 3).sum()) != num_wanted[live]:
             at = int(np.argmax(bad))
             state = "assembled but not in the source map" if marks[at] == 1 else "never assembled"
-            raise InternalError(f"program of {name!r}: element {at} of live tensor {source_map.live[live].name!r} is {state}")
+            raise InternalError(
+                f"program of {name!r}: element {at} of live tensor {source_map.live[live].name!r} is {state}"
+            )
 
 
 # --- truth, point by point --------------------------------------------------------------------------------------------
@@ -266,12 +281,22 @@ class _Truth:
         stream = row[:, 2] + at - row[:, 0]
         key = np.lexsort((atoms.stream_offset, atoms.class_id))  # sorted by contract; cheap to make sure
         base = int(atoms.stream_offset.max(initial=0)) + int(at.max(initial=0)) + int(segments[:, 2].max(initial=0)) + 1
-        atom = key[np.searchsorted((atoms.class_id * base + atoms.stream_offset)[key], row[:, 1] * base + stream, side="right") - 1]
+        atom = key[
+            np.searchsorted((atoms.class_id * base + atoms.stream_offset)[key], row[:, 1] * base + stream, side="right")
+            - 1
+        ]
         size = self.tensor_itemsize[atoms.tensor[atom]]
         rest, odd = np.divmod(stream - atoms.stream_offset[atom], size)
-        bad = (row[:, 1] < 0) | (atoms.class_id[atom] != row[:, 1]) | (odd != 0) | (rest >= atoms.count[atom].prod(axis=1))
+        bad = (
+            (row[:, 1] < 0)
+            | (atoms.class_id[atom] != row[:, 1])
+            | (odd != 0)
+            | (rest >= atoms.count[atom].prod(axis=1))
+        )
         if bad.any():
-            raise InternalError(f"{where}: a descriptor touches slot byte {int(at[np.argmax(bad)])}, where no element begins")
+            raise InternalError(
+                f"{where}: a descriptor touches slot byte {int(at[np.argmax(bad)])}, where no element begins"
+            )
         coordinate = np.zeros((len(at), atoms.count.shape[1]), dtype=np.int64)
         for dim in range(atoms.count.shape[1] - 1, -1, -1):
             rest, digit = np.divmod(rest, atoms.count[atom, dim])
@@ -292,7 +317,9 @@ class _Truth:
                     f"expected {expected} and {src.itemsize}"
                 )
 
-    def _is_at(self, tensor: Int64Array, coordinate: Int64Array, live: Int64Array, at: Int64Array) -> npt.NDArray[np.bool_]:
+    def _is_at(
+        self, tensor: Int64Array, coordinate: Int64Array, live: Int64Array, at: Int64Array
+    ) -> npt.NDArray[np.bool_]:
         """[n] whether some box of the map has the element at live element `at`."""
         boxes, num_live = self.boxes, len(self.source_map.live)
         keys = boxes.tensor * num_live + boxes.live

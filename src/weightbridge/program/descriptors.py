@@ -88,7 +88,13 @@ def pieces_of(atoms: AtomTable, index: StreamIndex, lo: Int64Array, hi: Int64Arr
 
 
 def _split_ranges(
-    atoms: AtomTable, index: StreamIndex, key: Int64Array, atom: Int64Array, x: Int64Array, y: Int64Array, origin: Int64Array
+    atoms: AtomTable,
+    index: StreamIndex,
+    key: Int64Array,
+    atom: Int64Array,
+    x: Int64Array,
+    y: Int64Array,
+    origin: Int64Array,
 ) -> Pieces:
     """Cut the row-major element ranges [x, y) of atoms into boxes, from the innermost dim outwards.
 
@@ -161,8 +167,16 @@ def _contains(atoms: AtomTable, atom: Int64Array, boxes: BoxTable, box: Int64Arr
     """[n] whether every element of atom[i] is an element of box[i]."""
     inside = np.ones(len(atom), dtype=bool)
     for dim in range(max(atoms.count.shape[1], boxes.count.shape[1])):
-        start, step, count = _dim(atoms.start, atom, dim, 0), _dim(atoms.step, atom, dim, 1), _dim(atoms.count, atom, dim, 1)
-        b_start, b_step, b_count = _dim(boxes.start, box, dim, 0), _dim(boxes.step, box, dim, 1), _dim(boxes.count, box, dim, 1)
+        start, step, count = (
+            _dim(atoms.start, atom, dim, 0),
+            _dim(atoms.step, atom, dim, 1),
+            _dim(atoms.count, atom, dim, 1),
+        )
+        b_start, b_step, b_count = (
+            _dim(boxes.start, box, dim, 0),
+            _dim(boxes.step, box, dim, 1),
+            _dim(boxes.count, box, dim, 1),
+        )
         b_step = np.maximum(b_step, 1)
         inside &= (start >= b_start) & (start + (count - 1) * step <= b_start + (b_count - 1) * b_step)
         inside &= ((start - b_start) % b_step == 0) & ((count == 1) | (step % b_step == 0))
@@ -191,7 +205,9 @@ def descriptors(
     num_places = np.bincount(group, minlength=len(wanted))
     if (num_places == 0).any():
         name = spec.tensors[int(atoms.tensor[wanted[np.argmin(num_places)]])].name
-        raise CoverageError(f"the worker's map has no place for elements of {name!r} that the plan gives it", tensor=name)
+        raise CoverageError(
+            f"the worker's map has no place for elements of {name!r} that the plan gives it", tensor=name
+        )
     first = np.cumsum(num_places) - num_places
     if to_live:
         piece, nth = _repeat(num_places[inverse])
@@ -234,7 +250,9 @@ def _affine(
     table["src_stride"][:, MAX_AXES - width :] = src_stride[:, count.shape[1] - width :]
     table["dst_stride"][:, MAX_AXES - width :] = dst_stride[:, count.shape[1] - width :]
     if (count[:, : count.shape[1] - width] > 1).any():
-        raise UnsupportedError(f"a copy between slot and live tensor needs more than {MAX_AXES} axes; none is supported")
+        raise UnsupportedError(
+            f"a copy between slot and live tensor needs more than {MAX_AXES} axes; none is supported"
+        )
     return table
 
 
@@ -245,7 +263,9 @@ def _casts(
     dtypes = sorted({t.dtype.name for t in spec.tensors} | {t.dtype.name for t in source_map.live})
     number = {name: i for i, name in enumerate(dtypes)}
     slot_code = np.array([number[t.dtype.name] for t in spec.tensors], dtype=np.int64)[tensor]
-    live_code = np.array([number[t.dtype.name] for t in source_map.live], dtype=np.int64)[live] if len(live) else slot_code
+    live_code = (
+        np.array([number[t.dtype.name] for t in source_map.live], dtype=np.int64)[live] if len(live) else slot_code
+    )
     pairs, inverse = np.unique(slot_code * len(dtypes) + live_code, return_inverse=True)
     ops: list[int] = []
     for pair in pairs.tolist():

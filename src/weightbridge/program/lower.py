@@ -28,7 +28,13 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def lower(
-    plan: Plan, spec: CheckpointSpec, source_map: SourceMap, worker: int, *, codec: str = "identity", base_version: int = -1
+    plan: Plan,
+    spec: CheckpointSpec,
+    source_map: SourceMap,
+    worker: int,
+    *,
+    codec: str = "identity",
+    base_version: int = -1,
 ) -> WorkerProgram:
     """The program of `worker` (position in plan.topology.workers) under `plan`.
 
@@ -106,7 +112,9 @@ class _Job:
 
     def assembles(self) -> list[Assemble]:
         sources, taken = self._sources()
-        table, round_ = self._descriptors([(self.layout(*s), rows) for s, rows in zip(sources, taken, strict=True)], to_live=True)
+        table, round_ = self._descriptors(
+            [(self.layout(*s), rows) for s, rows in zip(sources, taken, strict=True)], to_live=True
+        )
         result: list[Assemble] = []
         for rows in self._by_round(table, round_):
             used, rows["src_buffer"] = np.unique(rows["src_buffer"], return_inverse=True)
@@ -172,7 +180,9 @@ class _Job:
             if nbytes:
                 name, node = self.plan.topology.workers[self.worker].name, self.plan.topology.workers[self.worker].node
                 problem = f"{nbytes} bytes never reach" if nbytes > 0 else f"{-nbytes} bytes reach more than once"
-                raise InternalError(f"worker {name!r} needs class {class_id}, of which {problem} node {node!r}; the plan is wrong")
+                raise InternalError(
+                    f"worker {name!r} needs class {class_id}, of which {problem} node {node!r}; the plan is wrong"
+                )
         return sources, rows
 
     def readers(self) -> list[tuple[int, ...]]:
@@ -263,7 +273,9 @@ class _Job:
         return next(s for s in STAGES[:before] if np.isin(routes, self.layout(peer, s).routes).all())
 
 
-def _segments(source: SlotLayout, at: Int64Array, target: SlotLayout, there: Int64Array, k: int) -> npt.NDArray[np.void]:
+def _segments(
+    source: SlotLayout, at: Int64Array, target: SlotLayout, there: Int64Array, k: int
+) -> npt.NDArray[np.void]:
     segments = np.zeros(len(at), dtype=SEGMENT)
     segments["local_offset"] = source.offset[at, k]
     segments["remote_offset"] = target.offset[there, k]

@@ -84,7 +84,9 @@ class _Order:
             self._after(ready, *self._dones(worker, k))
         self._after(load, ready, *(self.node("ready", peer, k) for peer in round_.reads))
         self._after(assembled, load)
-        self._after(release, assembled, *self._dones(worker, k), *(self.node("assembled", r, k) for r in round_.readers))
+        self._after(
+            release, assembled, *self._dones(worker, k), *(self.node("assembled", r, k) for r in round_.readers)
+        )
         if k:
             self._after(load, self.node("assembled", worker, k - 1))
             self._after(release, self.node("release", worker, k - 1))
@@ -167,7 +169,9 @@ def _check_filled(order: _Order, before: list[int], slot: tuple[int, str, int], 
     """Each read of a round comes after the writes it depends on: all of the slot's, or those of the route passed on."""
     worker, stage, k = slot
     writes = order.writes.get(slot, [])
-    carried = {a.peer: set(a.segments["route"].tolist()) for a in order.programs[worker].rounds[k].awaits if a.stage == stage}
+    carried = {
+        a.peer: set(a.segments["route"].tolist()) for a in order.programs[worker].rounds[k].awaits if a.stage == stage
+    }
     for start, _, reader, route in order.reads.get(slot, []):
         for _, done, writer in writes:
             needed = route < 0 or done == start or route in carried.get(writer, {route})

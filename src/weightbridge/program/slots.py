@@ -53,8 +53,12 @@ class SlotLayout:
     def rows(self, routes: Int64Array) -> Int64Array:
         """Positions of `routes` in `self.routes`. InternalError when one does not pass through this slot."""
         at = np.searchsorted(self.routes, routes)
-        if len(routes) and (not len(self.routes) or (self.routes[np.minimum(at, len(self.routes) - 1)] != routes).any()):
-            raise InternalError(f"routes {routes.tolist()} should pass through a slot that holds {self.routes.tolist()}")
+        if len(routes) and (
+            not len(self.routes) or (self.routes[np.minimum(at, len(self.routes) - 1)] != routes).any()
+        ):
+            raise InternalError(
+                f"routes {routes.tolist()} should pass through a slot that holds {self.routes.tolist()}"
+            )
         return at
 
 

@@ -62,7 +62,9 @@ def verify_programs(programs: Sequence[WorkerProgram], plan: Plan) -> None:
     by_worker = {p.worker: p for p in programs}
     names = {i: w.name for i, w in enumerate(plan.topology.workers)}
     if len(programs) != len(by_worker) or set(by_worker) != set(names):
-        raise InternalError(f"expected one program for each of the {len(names)} workers, found {sorted(p.worker for p in programs)}")
+        raise InternalError(
+            f"expected one program for each of the {len(names)} workers, found {sorted(p.worker for p in programs)}"
+        )
     view = {w: _View(plan=plan, worker=w) for w in names}
     if len({(s.num_slots) for p in programs for s in p.slots}) > 1:
         raise InternalError("all slots of a job must have the same number of copies; credits count in it")
@@ -152,7 +154,9 @@ def _check_slots(program: WorkerProgram, plan: Plan, view: _View) -> None:
     name = view.name(program.worker)
     expected = ("send",) if view.is_trainer else STAGES
     if tuple(s.stage for s in program.slots) != expected:
-        raise InternalError(f"program of {name!r} has slots {[s.stage for s in program.slots]}, expected {list(expected)}")
+        raise InternalError(
+            f"program of {name!r} has slots {[s.stage for s in program.slots]}, expected {list(expected)}"
+        )
     end = 0
     for slot in program.slots:
         if slot.arena_offset < end or slot.num_slots < 1 or slot.capacity_bytes % 64 or slot.arena_offset % 64:
@@ -179,23 +183,39 @@ def _check_writes(program: WorkerProgram, view: _View) -> None:
             routes = post.segments["route"].tolist()
             source = -1 if post.source == "send" else _stage_index(post.source)
             if any(held.get(r) != source for r in routes):
-                raise InternalError(_at(view, k, f"a post to {view.name(post.peer)!r} takes routes from {post.source!r} that lie elsewhere"))
+                raise InternalError(
+                    _at(
+                        view,
+                        k,
+                        f"a post to {view.name(post.peer)!r} takes routes from {post.source!r} that lie elsewhere",
+                    )
+                )
             expected = {(post.source, bringer[r, source]) for r in routes} if source >= 0 else set()
             if set(post.after) != expected or len(post.after) != len(expected):
                 raise InternalError(
-                    _at(view, k, f"a post to {view.name(post.peer)!r} is after {sorted(post.after)}, expected {sorted(expected)}")
+                    _at(
+                        view,
+                        k,
+                        f"a post to {view.name(post.peer)!r} is after {sorted(post.after)}, expected {sorted(expected)}",
+                    )
                 )
             slot = program.slot(post.source)
             _check_inside(view, k, post.segments["local_offset"], post.segments["capacity_bytes"], slot.capacity_bytes)
         for await_ in round_.awaits:
             into.append(_lines(k, await_.stage, await_.peer, await_.segments, swap=True))
             slot = program.slot(await_.stage)
-            _check_inside(view, k, await_.segments["remote_offset"], await_.segments["capacity_bytes"], slot.capacity_bytes)
+            _check_inside(
+                view, k, await_.segments["remote_offset"], await_.segments["capacity_bytes"], slot.capacity_bytes
+            )
         keys = [(p.stage, p.peer) for p in round_.posts], [(a.stage, a.peer) for a in round_.awaits]
         if any(len(set(k_)) != len(k_) for k_ in keys):
-            raise InternalError(_at(view, k, "two posts or two awaits have one stage and peer; tags could not tell them apart"))
+            raise InternalError(
+                _at(view, k, "two posts or two awaits have one stage and peer; tags could not tell them apart")
+            )
     for found, outgoing in ((out, True), (into, False)):
-        _compare(view, np.sort(np.concatenate([np.zeros(0, dtype=_LINE), *found])), view.lines(outgoing=outgoing), outgoing)
+        _compare(
+            view, np.sort(np.concatenate([np.zeros(0, dtype=_LINE), *found])), view.lines(outgoing=outgoing), outgoing
+        )
 
 
 def _lines(k: int, stage: str, peer: int, segments: npt.NDArray[np.void], *, swap: bool) -> npt.NDArray[np.void]:
@@ -219,7 +239,9 @@ def _check_inside(view: _View, k: int, offset: Int64Array, nbytes: Int64Array, c
     bad = (offset < 0) | (nbytes <= 0) | (offset + nbytes > capacity)
     if bad.any():
         i = int(np.argmax(bad))
-        raise InternalError(_at(view, k, f"segment of {nbytes[i]} bytes at {offset[i]} leaves its slot of {capacity} bytes"))
+        raise InternalError(
+            _at(view, k, f"segment of {nbytes[i]} bytes at {offset[i]} leaves its slot of {capacity} bytes")
+        )
 
 
 def _compare(view: _View, found: npt.NDArray[np.void], expected: npt.NDArray[np.void], outgoing: bool) -> None:
@@ -243,7 +265,9 @@ def _check_neighbours(program: WorkerProgram, view: _View) -> None:
     node = plan.topology.workers[me].node
     others = [w for w in plan.topology.on_node(node, Role.ROLLOUT) if w != me]
     held = view.held(me) if not view.is_trainer else {}
-    found: list[tuple[int, int, int]] = []  # route, stage, who finds it here and, a byte entering a node once, only here
+    found: list[
+        tuple[int, int, int]
+    ] = []  # route, stage, who finds it here and, a byte entering a node once, only here
     for route, stage in held.items():
         needers = set(plan.classes[int(plan.routes["class_id"][route])].needers)
         found += [(route, stage, other) for other in others if other in needers]
@@ -251,7 +275,10 @@ def _check_neighbours(program: WorkerProgram, view: _View) -> None:
         used = {s for s, _ in round_.assemble.sources}
         if used - {me} != set(round_.reads) or not used <= {me, *others}:
             raise InternalError(_at(view, k, f"reads {sorted(round_.reads)}, but its table draws on {sorted(used)}"))
-        must = {other: STAGES[stage] for route, stage, other in found if view.cuts[route, k + 1] > view.cuts[route, k]}
+        must: dict[int, str] = {}
+        for route, stage, other in found:
+            if view.cuts[route, k + 1] > view.cuts[route, k]:
+                must.setdefault(other, STAGES[stage])
         for other, stage_name in must.items():
             if other not in round_.readers:
                 raise InternalError(
@@ -282,8 +309,16 @@ def _check_both_ends(programs: Mapping[int, WorkerProgram], names: Mapping[int, 
     for key in sorted(sent.keys() | awaited.keys()):
         k, source, stage, target = key
         if sent.get(key) != awaited.get(key):
-            state = "is not sent" if key not in sent else "is not awaited" if key not in awaited else "differs at its two ends"
-            raise InternalError(f"the write of round {k} from {names[source]!r} to slot {stage!r} of {names[target]!r} {state}")
+            state = (
+                "is not sent"
+                if key not in sent
+                else "is not awaited"
+                if key not in awaited
+                else "differs at its two ends"
+            )
+            raise InternalError(
+                f"the write of round {k} from {names[source]!r} to slot {stage!r} of {names[target]!r} {state}"
+            )
 
 
 def _check_readers(programs: Mapping[int, WorkerProgram], names: Mapping[int, str]) -> None:
@@ -298,4 +333,6 @@ def _check_readers(programs: Mapping[int, WorkerProgram], names: Mapping[int, st
                     )
             for other in round_.readers:
                 if worker not in programs[other].rounds[k].reads:
-                    raise InternalError(f"{names[worker]!r} waits in round {k} for {names[other]!r}, which reads no slot of it")
+                    raise InternalError(
+                        f"{names[worker]!r} waits in round {k} for {names[other]!r}, which reads no slot of it"
+                    )

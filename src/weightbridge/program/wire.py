@@ -93,7 +93,14 @@ def encode_program(program: WorkerProgram) -> bytes:
     slots = [_Slot(s.stage, s.capacity_bytes, s.num_slots, s.arena_offset) for s in program.slots]
     return msgspec.msgpack.encode(
         _Program(
-            _VERSION, program.worker, program.plan_digest, slots, rounds, program.codec, program.base_version, program.digest
+            _VERSION,
+            program.worker,
+            program.plan_digest,
+            slots,
+            rounds,
+            program.codec,
+            program.base_version,
+            program.digest,
         )
     )
 
@@ -107,14 +114,14 @@ def decode_program(data: bytes, *, max_bytes: int = MAX_PROGRAM_BYTES) -> Worker
     except msgspec.MsgspecError as error:
         raise TransportError(f"a program came in that cannot be read: {error}") from error
     if wire.wire_version != _VERSION:
-        raise TransportError(f"a program has wire version {wire.wire_version}, expected {_VERSION}; use one release everywhere")
+        raise TransportError(
+            f"a program has wire version {wire.wire_version}, expected {_VERSION}; use one release everywhere"
+        )
     program = WorkerProgram(
         worker=wire.worker,
         plan_digest=wire.plan_digest,
         slots=tuple(
-            SlotSpec(
-                stage=s.stage, capacity_bytes=s.capacity_bytes, num_slots=s.num_slots, arena_offset=s.arena_offset
-            )
+            SlotSpec(stage=s.stage, capacity_bytes=s.capacity_bytes, num_slots=s.num_slots, arena_offset=s.arena_offset)
             for s in wire.slots
         ),
         rounds=tuple(_round(r) for r in wire.rounds),

@@ -37,10 +37,10 @@ class Scenario:
     num_workers: of the engine. window: W. starts: poll counts at the start, one per worker. num_polls: the count at which
     every worker falls idle for good. lock_step: a step ends only when every worker has begun it. num_requests: updates, one
     after the other. idle_attempts: how often the leader may ask for idleness while the engine still runs (it may always
-    once the engine rests, else an idle engine could not end). forgetful: the network loses and delivers; otherwise it
-    keeps every message and may deliver each at any time and any number of times (loss, delay, doubling and reordering at
-    once, but a message is never gone for good). prompt: the leader hears at once what workers say (what it says to them is
-    as late as ever, so workers see all they could see otherwise, bar what depends on the order of the leader's own
+    once the engine rests, else an idle engine could not end). The network keeps every message and may deliver each at any
+    time and any number of times: delay, doubling and reordering. drops: how often the connection of a worker may lose all
+    that it carries, both ways, for good. prompt: the leader hears at once what workers say (what it says to them is as
+    late as ever, so workers see all they could see otherwise, bar what depends on the order of the leader's own
     inputs). single_steps: let others act between any two loads or stores of a worker, see _blocks.
     deaths: workers that may die. aborts: requests that may be given up.
     leader_dies: the leader may vanish; every worker notices at some time. by_hub: a hub says InstallAllowed in place of
@@ -53,7 +53,7 @@ class Scenario:
     lock_step: bool = False
     num_requests: int = 1
     idle_attempts: int = 0
-    forgetful: bool = False
+    drops: int = 0
     prompt: bool = False
     single_steps: bool = False
     deaths: int = 0
@@ -97,7 +97,7 @@ class _Worker(NamedTuple):
         int, int
     ]  # (request, the poll it may not return from): its promise, then the decision; NO_GATE: may go on
     installs: tuple[tuple[int, int], ...]  # (request, count)
-    aborted: int  # newest request whose Aborted was handled
+    aborted: int  # newest request whose abort was confirmed
 
 
 class _Leader(NamedTuple):
@@ -112,12 +112,13 @@ class _Leader(NamedTuple):
     alive: bool
     deaths: int  # still allowed
     aborts: int  # still allowed
+    drops: int  # still allowed
 
 
 class _Slot(NamedTuple):
-    """A worker's number and the leader's view of it."""
+    """The number of the leader's view of a worker, and the worker's own."""
 
-    view: Any
+    view: int
     worker: int
 
 
@@ -138,7 +139,7 @@ class _Answer(NamedTuple):
     """What the leader does on an event. attempt: of the idle attempt it asks for, 0 if it asks for none."""
 
     leader: int
-    views: tuple[Any, ...]
+    views: tuple[int, ...]
     sent: tuple[frozenset[a.MemberEvent], ...]
     attempt: int
 
@@ -189,11 +190,16 @@ class AgreementModel:
         self._workers: list[_Worker] = []
         self._slots: list[_Slot] = []
         self._leaders: list[_Leader] = []
+        self._views: list[Any] = []
+        self._events: list[a.LeaderEvent] = []
         self._numbers: dict[Any, int] = {}
+        self._slot_numbers: dict[tuple[int, int], int] = {}
         self._facts: list[_Facts] = []
         self._found_blocks: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._moves: dict[int, list[_Move]] = {}
-        self._heard: dict[Any, _Answer] = {}
+        self._answers: dict[tuple[int, ...], _Answer] = {}
+        self._sayings: dict[tuple[int, int], list[int]] = {}
+        self._less: dict[tuple[int, str], int] = {}
         self._where_views = slot_names(leader).index("_views")
 
     # --- what the checker calls ---
@@ -204,9 +210,9 @@ class AgreementModel:
         leader = self._leader_kind(tuple(range(len(s.starts))))
         workers = [self._fresh(polls) for polls in s.starts]
         machine, views = self._split(leader)
-        at = self._number(self._leaders, _Leader(machine, 0, (), 0, 0, True, s.deaths, s.aborts))
+        at = self._number(self._leaders, _Leader(machine, 0, (), 0, 0, True, s.deaths, s.aborts, s.drops))
         slots = [self._slot(view, self._worker(worker)) for view, worker in zip(views, workers, strict=True)]
-        return [state for _, state in self._tell("start", at, slots, a.Start(1))]
+        return [state for _, state in self._tell("start", at, slots, self._event(a.Start(1)))]
 
     def successors(self, state: State) -> Iterator[tuple[str, State]]:
         """Every single thing that can happen next."""
@@ -277,7 +283,7 @@ class AgreementModel:
     # --- numbering ---
 
     def _number(self, table: list[Any], record: Any) -> int:
-        key = (len(record), record)
+        key = (type(record), record)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(table)
@@ -290,15 +296,32 @@ class AgreementModel:
             self._facts.append(self._look_at(worker))
         return number
 
-    def _slot(self, view: Any, worker: int) -> int:
-        return self._number(self._slots, _Slot(view, worker))
+    def _slot(self, view: int, worker: int) -> int:
+        number = self._slot_numbers.get((view, worker))
+        if number is None:
+            number = self._slot_numbers[view, worker] = len(self._slots)
+            self._slots.append(_Slot(view, worker))
+        return number
+
+    def _event(self, event: a.LeaderEvent) -> int:
+        return self._number(self._events, event)
+
+    def _spend(self, at: int, what: str) -> int:
+        """The leader's record with one of its allowed deaths, aborts or drops used up."""
+        number = self._less.get((at, what))
+        if number is None:
+            leader = self._leaders[at]
+            left = leader._replace(**{what: getattr(leader, what) - 1})
+            number = self._less[at, what] = self._number(self._leaders, left)
+        return number
 
     def _settle(self, at: int, slots: list[int], position: int, before: int) -> State:
         """If the scenario says so, the leader hears at once what the worker at `position` has just said."""
         if self.scenario.prompt and self._leaders[at].alive:
-            said = self._workers[self._slots[slots[position]].worker].outbox - self._workers[before].outbox
-            for sent in said:
-                at, slots, _ = self._hear(at, slots, _heard_from(position, sent))
+            now = self._slots[slots[position]].worker
+            if self._workers[now].outbox != self._workers[before].outbox:
+                for event in set(self._says(now, position)).difference(self._says(before, position)):
+                    at, slots, _ = self._hear(at, slots, event)
         return (at, *sorted(slots))
 
     def _with(self, at: int, slots: list[int], position: int, number: int) -> State:
@@ -322,9 +345,9 @@ class AgreementModel:
             aborted=worker.aborted,
         )
 
-    def _split(self, leader: a.AgreementLeader) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _split(self, leader: a.AgreementLeader) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         values, where = freeze(leader), self._where_views
-        return (*values[:where], *values[where + 1 :]), values[where]
+        return (*values[:where], *values[where + 1 :]), tuple(self._number(self._views, v) for v in values[where])
 
     # --- what a worker does ---
 
@@ -356,7 +379,10 @@ class AgreementModel:
         ways = [(number, 0, "")]
         while ways:
             at, untold, way = ways.pop()
-            moves = self._moves_of(at, floor)
+            try:
+                moves = self._moves_of(at, floor)
+            except PropertyViolated as violated:
+                raise PropertyViolated(f"{violated}; the worker's last moves: {way or 'none'}") from violated
             if not moves and at != number:
                 found[at] = way
             for move in moves:
@@ -374,7 +400,8 @@ class AgreementModel:
     def _is_noticed(self, before: int, after: int) -> bool:
         was, now = self._workers[before], self._workers[after]
         begins = self.scenario.lock_step and self._facts[before].begun < self._facts[after].begun
-        return begins or was.installs != now.installs or not now.outbox <= was.outbox
+        heard = self.scenario.drops > 0 and was.member != now.member  # what was heard cannot be dropped any more
+        return begins or heard or was.installs != now.installs or not now.outbox <= was.outbox
 
     def _steps_begun_by_others(self, position: int, slots: list[int]) -> int:
         facts = [self._facts[self._slots[number].worker] for number in (*slots[:position], *slots[position + 1 :])]
@@ -441,13 +468,7 @@ class AgreementModel:
             event = w.local[0]
             yield f"control handles {event}", self._handle(w._replace(local=w.local[1:]), event), _Touches.LOCAL
         for message in w.inbox:
-            kept = w._replace(inbox=w.inbox - {message}) if self.scenario.forgetful else w
-            yield f"control handles {message}", self._handle(kept, message), 0
-            if self.scenario.forgetful:
-                yield f"{message} is lost", kept, 0
-        if self.scenario.forgetful:
-            for sent in w.outbox:
-                yield f"{sent} is lost", w._replace(outbox=w.outbox - {sent}), 0
+            yield f"control handles {message}", self._handle(w, message), 0
 
     def _handle(self, w: _Worker, event: a.MemberEvent) -> _Worker:
         member = thaw(self._member_kind, w.member)
@@ -455,10 +476,11 @@ class AgreementModel:
             todo = member.handle(event)
         except InternalError as error:
             raise PropertyViolated(f"the member's machine raised: {error}") from error
-        if isinstance(event, a.Aborted):
-            w = w._replace(aborted=max(w.aborted, event.request))
-            w = w._replace(limit=(event.request, a.NO_GATE)) if w.limit[0] <= event.request else w
-        if isinstance(event, a.Committed) and event.request == w.limit[0]:
+        ended = event.request if isinstance(event, a.Aborted) else 0
+        ended = event.request - 1 if isinstance(event, a.Proposed) else ended
+        if ended and w.limit[0] <= ended:
+            w = w._replace(limit=(ended, a.NO_GATE))
+        if isinstance(event, a.Committed) and event.request == w.limit[0] and w.limit[1] != a.NO_GATE:
             w = self._decided(w, event.target)
         return self._send(w._replace(member=freeze(member), todo=(*todo, *w.todo)))
 
@@ -475,6 +497,8 @@ class AgreementModel:
         while w.todo and isinstance(w.todo[0], _SENDS):
             sent, *left = w.todo
             w = w._replace(todo=tuple(left), outbox=w.outbox | {sent})
+            if isinstance(sent, a.SendAborted):
+                w = w._replace(aborted=max(w.aborted, sent.request))
             if isinstance(sent, a.SendPromise) and sent.request > w.limit[0]:
                 w = w._replace(limit=(sent.request, sent.bound))
         return w
@@ -508,65 +532,70 @@ class AgreementModel:
     # --- the leader and the world ---
 
     def _leader_hears(self, at: int, slots: list[int], position: int, slot: _Slot) -> Iterator[tuple[str, State]]:
-        worker = self._workers[slot.worker]
-        if not self._leaders[at].alive:
-            return
-        for sent in worker.outbox:
-            left = slots
-            if self.scenario.forgetful:
-                left = slots.copy()
-                left[position] = self._slot(slot.view, self._worker(worker._replace(outbox=worker.outbox - {sent})))
-            yield from self._tell("leader hears", at, left, _heard_from(position, sent))
+        if self._leaders[at].alive:
+            for event in self._says(slot.worker, position):
+                yield from self._tell("leader hears", at, slots, event)
+
+    def _says(self, number: int, position: int) -> list[int]:
+        """The leader events that the outbox of worker `number` stands for when it is member `position`."""
+        said = self._sayings.get((number, position))
+        if said is None:
+            outbox = self._workers[number].outbox
+            said = self._sayings[number, position] = [self._event(_heard_from(position, sent)) for sent in outbox]
+        return said
 
     def _leader_acts(self, at: int, slots: list[int]) -> Iterator[tuple[str, State]]:
         leader, s = self._leaders[at], self.scenario
         if not leader.alive:
             return
-        yield from self._tell("timer:", at, slots, a.Tick())
-        if s.forgetful:
-            yield from self._tell("timer:", at, slots, a.Tick(ask_idle=False))
+        yield from self._tell("timer:", at, slots, self._event(a.Tick()))
+        if s.drops:
+            yield from self._tell("timer:", at, slots, self._event(a.Tick(ask_idle=False)))
         ended = leader.started in (leader.done, leader.failed)
         if ended and leader.started < s.num_requests:
-            yield from self._tell("leader begins", at, slots, a.Start(leader.started + 1))
+            yield from self._tell("leader begins", at, slots, self._event(a.Start(leader.started + 1)))
         if leader.aborts and not ended:
-            less = self._number(self._leaders, leader._replace(aborts=leader.aborts - 1))
-            yield from self._tell("caller:", less, slots, a.Abort(leader.started, "deadline"))
-        if s.leader_dies:
-            gone = frozenset(
-                [a.Aborted(leader.started)]
-            )  # what every worker's shell will tell its machine, late or soon
-            after = [
-                self._slot(slot.view, self._post(slot.worker, gone)) for slot in map(self._slots.__getitem__, slots)
-            ]
-            yield "leader dies", (self._number(self._leaders, leader._replace(alive=False)), *sorted(after))
+            abort = self._event(a.Abort(leader.started, "deadline"))
+            yield from self._tell("caller:", self._spend(at, "aborts"), slots, abort)
+        if s.leader_dies:  # what every worker's shell will then tell its machine, soon or late
+            gone = frozenset([a.Aborted(leader.started)])
+            told = [self._slot(view, self._post(worker, gone)) for view, worker in (self._slots[n] for n in slots)]
+            yield "leader dies", (self._number(self._leaders, leader._replace(alive=False)), *sorted(told))
 
     def _world_strikes(self, at: int, slots: list[int], position: int, slot: _Slot) -> Iterator[tuple[str, State]]:
         leader, worker = self._leaders[at], self._workers[slot.worker]
         if worker.alive and leader.deaths:
-            less = self._number(self._leaders, leader._replace(deaths=leader.deaths - 1))
             dead = self._slot(slot.view, self._worker(worker._replace(alive=False)))
-            yield "a worker dies", self._with(less, slots, position, dead)
+            yield "a worker dies", self._with(self._spend(at, "deaths"), slots, position, dead)
+        if leader.drops and (worker.inbox or worker.outbox):
+            cut = self._slot(slot.view, self._worker(worker._replace(inbox=frozenset(), outbox=frozenset())))
+            yield "a connection drops what it carries", self._with(self._spend(at, "drops"), slots, position, cut)
         if not worker.alive and leader.alive:
-            yield from self._tell("leader notices", at, slots, a.MemberLost(position, "died"))
+            yield from self._tell("leader notices", at, slots, self._event(a.MemberLost(position, "died")))
 
-    def _tell(self, why: str, at: int, slots: list[int], event: a.LeaderEvent) -> Iterator[tuple[str, State]]:
+    def _tell(self, why: str, at: int, slots: list[int], event: int) -> Iterator[tuple[str, State]]:
         """The leader handles an event; nothing is yielded if that changes nothing or asks for idleness too often."""
         leader, after, attempt = self._hear(at, slots, event)
         if attempt > self.scenario.idle_attempts and not self._at_rest(attempt, slots):
             return
         if leader != at or after != slots:
-            yield f"{why} {event}", (leader, *sorted(after))
+            yield f"{why} {self._events[event]}", (leader, *sorted(after))
 
-    def _hear(self, at: int, slots: list[int], event: a.LeaderEvent) -> tuple[int, list[int], int]:
+    def _hear(self, at: int, slots: list[int], event: int) -> tuple[int, list[int], int]:
         """(leader, workers in the same order, number of the idle attempt that is asked for or 0) after the event."""
-        views = tuple(self._slots[number].view for number in slots)
-        answer = self._heard.get((at, views, event))
+        records = [self._slots[number] for number in slots]
+        key = (at, event, *[record.view for record in records])
+        answer = self._answers.get(key)
         if answer is None:
-            answer = self._heard[at, views, event] = self._answer(at, views, event)
-        after = []
-        for position, number in enumerate(slots):
-            worker = self._post(self._slots[number].worker, answer.sent[position])
-            after.append(self._slot(answer.views[position], worker))
+            answer = self._answers[key] = self._answer(at, key[2:], self._events[event])
+        after = slots
+        for position, messages in enumerate(answer.sent):
+            view, worker = records[position]
+            if messages:
+                worker = self._post(worker, messages)
+            if messages or answer.views[position] != view:
+                after = after.copy() if after is slots else after
+                after[position] = self._slot(answer.views[position], worker)
         return answer.leader, after, answer.attempt
 
     def _post(self, number: int, messages: frozenset[a.MemberEvent]) -> int:
@@ -577,10 +606,11 @@ class AgreementModel:
         facts = [self._facts[self._slots[number].worker] for number in slots]
         return attempt == self.scenario.idle_attempts + 1 and all(fact.rests or not fact.alive for fact in facts)
 
-    def _answer(self, at: int, views: tuple[Any, ...], event: a.LeaderEvent) -> _Answer:
+    def _answer(self, at: int, views: tuple[int, ...], event: a.LeaderEvent) -> _Answer:
         said = self._leaders[at]
         where = self._where_views
-        machine = thaw(self._leader_kind, (*said.machine[:where], views, *said.machine[where:]))
+        shown = tuple(self._views[number] for number in views)
+        machine = thaw(self._leader_kind, (*said.machine[:where], shown, *said.machine[where:]))
         sent: list[set[a.MemberEvent]] = [set() for _ in views]
         attempt = 0
         if isinstance(event, a.Start):

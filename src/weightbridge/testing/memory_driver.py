@@ -128,7 +128,8 @@ class MemoryDriver:
 
     programs: one per worker. live: worker -> its live tensors' bytes, [num_live] flat uint8 arrays of span_numel *
     itemsize bytes; read by pack, written by assemble. codec: what the programs' codec name stands for. ordered: messages
-    of one pair of workers arrive in order, as transports promise; the machines need not rely on it.
+    of one pair of workers arrive in order, as transports promise; the machines need not rely on it. machine_class: for tests
+    that show a wrong machine caught.
     """
 
     def __init__(
@@ -139,12 +140,14 @@ class MemoryDriver:
         codec: SegmentCodec | None = None,
         kernels: Kernels | None = None,
         ordered: bool = True,
+        machine_class: type[TransferMachine] = TransferMachine,
     ) -> None:
         self.programs = {p.worker: p for p in programs}
         self.live = live
         self._codec = codec
         self._kernels = kernels or ReferenceKernels()
-        self._ordered = ordered
+        self.ordered = ordered
+        self.machine_class = machine_class
         self._arenas = {w: np.full(p.arena_bytes, POISON, dtype=np.uint8) for w, p in self.programs.items()}
 
     def run(
@@ -175,10 +178,6 @@ class MemoryDriver:
             raise InternalError("the programs use a codec, but the driver was given none")
         return self._codec
 
-    @property
-    def ordered(self) -> bool:
-        return self._ordered
-
 
 def _buffer(memory: Bytes) -> Buffer:
     return Buffer(memory.ctypes.data, memory.nbytes)
@@ -195,17 +194,12 @@ class _Run:
         self.dice = random.Random(seed)
         self.faults = faults
         self.watch = SlotWatch(job.programs)
-        self.seats = {
-            w: _Seat(
-                machine=TransferMachine(
-                    p, session=1, epoch=1, version=version, attempt=attempt, assemble_allowed=not gated
-                )
+        self.seats: dict[int, _Seat] = {}
+        for worker, program in job.programs.items():
+            machine = job.machine_class(
+                program, session=1, epoch=1, version=version, attempt=attempt, assemble_allowed=not gated
             )
-            for w, p in job.programs.items()
-        }
-        if gated:
-            for seat in self.seats.values():
-                seat.inbox.append(AssembleAllowed())
+            self.seats[worker] = _Seat(machine=machine, inbox=deque([AssembleAllowed()] if gated else []))
         self.channels: dict[tuple[int, int], deque[_Write | Tag]] = {}
         self.lengths: dict[tuple[int, str, int, int], int] = {}  # (worker, stage, round, offset) of encoded segments
         self.moved: dict[tuple[int, int], int] = {}
@@ -277,7 +271,9 @@ class _Run:
                 seat.lane.append(_Kernel(instruction))
             elif isinstance(instruction, Failed):
                 seat.failure = instruction
-                self._announce(instruction.peer, instruction.cause)
+                if self.faults.announce and not self.announced:  # later failures are consequences
+                    self._announce(instruction.peer, instruction.cause)
+                    self.seats[instruction.peer].inbox.append(PeerLost(worker, instruction.cause))
             elif not isinstance(instruction, (Released, Finished)):
                 raise InternalError(f"the driver does not know {instruction}")
 

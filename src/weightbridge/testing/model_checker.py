@@ -74,6 +74,9 @@ def slot_names(kind: type) -> tuple[str, ...]:
     return found
 
 
+_NEXT = "the next step"
+
+
 class _Search(Generic[State]):
     """The growing graph: states in the order they were found, who found them, and every edge."""
 
@@ -158,10 +161,12 @@ def explore(
             state = search.states[at]
             if is_goal is not None and is_goal(state):
                 search.goals.append(at)
-            trying = "a step from the last state"
-            for trying, following in successors(state):
-                if search.add(following, at, trying) and check is not None:
+            trying = _NEXT
+            for label, following in successors(state):
+                trying = label
+                if search.add(following, at, label) and check is not None:
                     check(following)
+                trying = _NEXT
             if len(search.states) > max_states:
                 return search.result(complete=False)
     except PropertyViolated as violated:

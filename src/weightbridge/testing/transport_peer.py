@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +37,9 @@ def pattern(nbytes: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 class PeerProcess:
     """Starts the process and talks to it. Every call has a deadline; leaving the context kills it."""
 
-    def __init__(self, transport_class: type[Transport], worker: str, *, nbytes: int, deadline_seconds: float, **identity: str):
+    def __init__(
+        self, transport_class: type[Transport], worker: str, *, nbytes: int, deadline_seconds: float, **identity: str
+    ):
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
         kind = f"{transport_class.__module__}:{transport_class.__qualname__}"
         self._process = subprocess.Popen(
@@ -44,14 +47,19 @@ class PeerProcess:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         self.worker = worker
-        self.address: str = self.call(
-            "open", worker=worker, nbytes=nbytes, deadline_seconds=deadline_seconds, limit=30.0, **identity
-        )
+        self.tell("open", worker=worker, nbytes=nbytes, deadline_seconds=deadline_seconds, **identity)
+
+    @cached_property
+    def address(self) -> str:
+        """Of the peer's transport. Waits until the process is up: ask before the first command."""
+        return str(self.answer(30.0))
 
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.kill()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
@@ -74,7 +82,9 @@ class PeerProcess:
         stream = self._process.stdout
         ready = stream is not None and select.select([stream], [], [], limit)[0]
         if stream is None or not ready:
-            raise TransferTimeout(f"peer process {self.worker} gave no answer", waiting_for=(self.worker,), seconds=limit)
+            raise TransferTimeout(
+                f"peer process {self.worker} gave no answer", waiting_for=(self.worker,), seconds=limit
+            )
         line = stream.readline()
         if not line:
             raise TransportError(f"peer process {self.worker} ended")
@@ -112,7 +122,9 @@ class _Server:
         self._kind: type[Transport] = getattr(importlib.import_module(module), name)
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def open(self, worker: str, nbytes: int, deadline_seconds: float, session: str = "suite", token: str = "secret") -> str:
+    def open(
+        self, worker: str, nbytes: int, deadline_seconds: float, session: str = "suite", token: str = "secret"
+    ) -> str:
         identity = Identity(worker=worker, session=session, token=token.encode())
         self._memory = SharedMemory(nbytes, prefault=True)
         self._transport = self._kind(identity, self._events, deadline_seconds=deadline_seconds)
@@ -123,7 +135,7 @@ class _Server:
         self._memory.array[:] = pattern(len(self._memory.array), seed)
 
     def digest(self) -> str:
-        return hashlib.blake2b(self._memory.array).hexdigest()
+        return hashlib.blake2b(self._memory.array.tobytes()).hexdigest()
 
     def connect(self, peer: str, address: str) -> None:
         self._transport.connect(peer, address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import queue
 import socket
 import struct
@@ -38,6 +39,9 @@ __all__ = ["Link", "Post", "view_of"]
 
 MAX_PENDING_POSTS = 65_536
 _MAX_REASON_BYTES = 1024
+_KERNEL_GAVE_UP = (
+    "no progress for the deadline, so the kernel gave the connection up: it is stopped or the network is cut"
+)
 
 
 class Post(NamedTuple):
@@ -92,6 +96,7 @@ class Link(ABC):
         self._pending: deque[int] = deque()
         self._ending = False  # no further post is begun
         self._stopping = False  # not even the one begun is finished
+        self._inside_frame = self._inside_post = False  # what the peer has begun and not finished
         self._stall = ""
         self._progress = time.monotonic()
         self._wire_mark = 0
@@ -179,7 +184,11 @@ class Link(ABC):
         except _Stalled as error:
             self._stall = str(error)
             self._shutdown(socket.SHUT_RDWR)
-        except (_Closed, OSError):
+        except (_Closed, OSError) as error:
+            if (
+                isinstance(error, OSError) and error.errno == errno.ETIMEDOUT
+            ):  # the kernel tells only one of both threads
+                self._stall = _KERNEL_GAVE_UP
             self._shutdown(socket.SHUT_RDWR)  # the receiver thread finds out why and says so
 
     def _next_post(self) -> Post | None:
@@ -231,7 +240,7 @@ class Link(ABC):
         except (_Closed, _Stalled) as error:
             cause = str(error)
         except OSError as error:
-            cause = f"the connection broke: {error}"
+            cause = _KERNEL_GAVE_UP if error.errno == errno.ETIMEDOUT else f"the connection broke: {error}"
         self._emit(PeerLost(self.peer, self._stall or cause))
         if refusal:
             reason = refusal.encode()[:_MAX_REASON_BYTES]
@@ -244,7 +253,8 @@ class Link(ABC):
 
     def _receive_frame(self) -> None:
         head = bytearray(HEADER_BYTES)
-        if not receive_into(self.sock, [memoryview(head)], self._waited_idle, self._moved):
+        self._inside_frame = False
+        if not receive_into(self.sock, [memoryview(head)], self._waited_idle, self._begun):
             raise _Closed(
                 "it closed the connection: the worker has ended, or has closed its transport or fenced this worker off"
             )
@@ -258,6 +268,7 @@ class Link(ABC):
         else:
             if header.num_writes:
                 self._receive_writes(header.num_writes)
+            self._inside_post = header.kind == FrameKind.PART
             if header.kind == FrameKind.LAST:
                 self._deliver(Arrived(self.peer, tag, payload), header.ticket)
 
@@ -291,6 +302,10 @@ class Link(ABC):
     def _moved(self) -> None:
         self._progress = time.monotonic()
 
+    def _begun(self) -> None:
+        self._inside_frame = True
+        self._moved()
+
     def _waited(self) -> None:
         if self._stopping:
             raise _Closed("fenced")
@@ -306,8 +321,8 @@ class Link(ABC):
             )
 
     def _waited_idle(self) -> None:
-        """Between frames only an unanswered post makes silence suspicious."""
-        if self._pending:
+        """Between frames silence is suspicious only while an own post is unanswered or one of the peer's is half received."""
+        if self._pending or self._inside_frame or self._inside_post:
             self._waited()
         elif self._stopping:
             raise _Closed("fenced")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 from rich.status import Status
 
 from weightbridge.cli.demo import messages
@@ -53,15 +53,17 @@ class Display(Observer):
                 TextColumn("[bold]{task.description:<34}"),
                 BarColumn(),
                 TaskProgressColumn(),
+                TextColumn("{task.fields[amount]}"),
                 console=self._console,
             )
             self._bars.start()
         kind = "convert" if progress.total < 100 else "download"
         if kind not in self._tasks:
-            self._tasks[kind] = self._bars.add_task(progress.text, total=progress.total)
-            if kind == "download" and len(self._bars.columns) == 3:
-                self._bars.columns = (*self._bars.columns, DownloadColumn())
-        self._bars.update(self._tasks[kind], description=progress.text, completed=progress.done, total=progress.total)
+            self._tasks[kind] = self._bars.add_task(progress.text, total=progress.total, amount="")
+        amount = f"{bytes_text(progress.done)} of {bytes_text(progress.total)}" if kind == "download" else ""
+        self._bars.update(
+            self._tasks[kind], description=progress.text, completed=progress.done, total=progress.total, amount=amount
+        )
 
     def started(self, name: str, folder: CheckpointFolder, config: DemoConfig) -> None:
         """The cast: checkpoint, trainers, engines, question."""

@@ -20,8 +20,8 @@ from weightbridge.integrations import transformers as integration
 
 __all__ = ["LockStep", "run_engine"]
 
-STEP_SECONDS = 0.05
-"""An engine makes at most one token in this time: the demo's machine also trains, and may have two cores."""
+PAUSE_SECONDS = 0.15
+"""Between tokens while others train: the demo's machine does everything at once, on two cores perhaps."""
 
 _ASK_SECONDS = 30.0
 
@@ -47,10 +47,9 @@ class _EngineWorker:
 
     def __init__(self, config: DemoConfig, engine: EngineConfig, rank: int, channel: Channel) -> None:
         self._config, self._engine, self._rank, self._channel = config, engine, rank, channel
-        mesh = None
         if engine.num_workers > 1:
-            mesh = join_group(config.work_dir, engine.name, rank, engine.num_workers)
-        self._model: nn.Module = engine_model(config, mesh)
+            join_group(config.work_dir, engine.name, rank, engine.num_workers)
+        self._model: nn.Module = engine_model(config, engine.num_workers)
         self._chat = Chat(config)
         self._lock_step = LockStep(rank, engine.num_workers, channel)
         self._answered: set[int] = set()
@@ -59,7 +58,7 @@ class _EngineWorker:
         """Answer once with the initial weights, then generate and poll until the launcher says stop."""
         self._channel.send(Phase(text="answering with the initial weights"))
         generation = self._new_generation()
-        generation.run(self._pause)
+        generation.run()
         self._report_answer(generation, version=-1)
         self._report_digests(version=-1)
         self._channel.send(Phase(text="generating"))
@@ -116,7 +115,7 @@ class _EngineWorker:
         )
 
     def _pause(self) -> None:
-        time.sleep(STEP_SECONDS)
+        time.sleep(PAUSE_SECONDS)
 
     def _report_answer(self, generation: Generation, version: int) -> None:
         if self._rank == 0 and version not in self._answered:
@@ -146,7 +145,7 @@ class _EngineWorker:
                 receiver.poll_requests()
             except WeightBridgeError as named:
                 raise named from error
-            time.sleep(STEP_SECONDS)
+            time.sleep(PAUSE_SECONDS)
 
 
 def run_engine(config: DemoConfig, name: str, rank: int, channel: Channel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,11 +67,10 @@ class Generation:
         self.steps.append(Step(token=chosen, top=top))
         self._next = [chosen]
 
-    def run(self, pause: Callable[[], None] = lambda: time.sleep(0)) -> None:
-        """Go on to the end, with `pause` between tokens."""
+    def run(self) -> None:
+        """Go on to the end without a break."""
         while not self.finished:
             self.advance()
-            pause()
 
 
 def teacher_forced(

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from weightbridge.checkpoint import CheckpointSpec, TensorSpec, dtype_named, spec_from_folder
 from weightbridge.cli.demo.config import DemoConfig
-from weightbridge.errors import SpecError, TransferTimeout
+from weightbridge.errors import SpecError, TransferTimeout, UnsupportedError
 from weightbridge.integrations.transformers import checkpoint_names
 
 __all__ = ["Chat", "engine_model", "join_group", "trainer_model", "transfer_spec", "undistributed_model"]
@@ -81,27 +84,26 @@ def _layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     return [module for module in model.modules() if isinstance(module, nn.ModuleList)]
 
 
-def engine_model(config: DemoConfig, mesh: DeviceMesh | None) -> nn.Module:
-    """The model in bf16 for generating; tensor-parallel over `mesh`, or whole where it is None."""
+def engine_model(config: DemoConfig, num_workers: int) -> nn.Module:
+    """The model in bf16 for generating: whole, or tensor-parallel by the model's own plan over a group of `num_workers`.
+
+    Raises UnsupportedError when this version of transformers leaves the model whole where it was to be sharded.
+    """
     options: dict[str, Any] = {"dtype": torch.bfloat16}
-    if mesh is not None:
-        options |= {"device_mesh": mesh, **_tensor_parallel_options()}
+    if num_workers > 1:
+        options["distributed_config"] = DistributedConfig(tp_size=num_workers, tp_plan="auto")
     model: nn.Module = AutoModelForCausalLM.from_pretrained(config.checkpoint, **options)
+    if num_workers > 1 and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} shards no parameter of {type(model).__name__} over {num_workers} "
+            f"workers; expected tensor parallelism by its own plan: use a model that has one"
+        )
     return model.eval().requires_grad_(False)
-
-
-def _tensor_parallel_options() -> dict[str, Any]:
-    """How this version of transformers is told to shard by the model's own plan."""
-    try:
-        from transformers.distributed.configuration_utils import DistributedConfig
-    except ImportError:
-        return {"tp_plan": "auto"}
-    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def undistributed_model(config: DemoConfig, weights: dict[str, torch.Tensor]) -> nn.Module:
     """A whole bf16 model in this process holding exactly `weights`: the reference the engines are measured against."""
-    model = engine_model(config, None)
+    model = engine_model(config, 1)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
         n for n, _ in model.named_parameters()

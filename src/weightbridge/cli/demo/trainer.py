@@ -117,11 +117,6 @@ def _one_version(
     channel.send(Phase(text=f"sending version {version}"))
     arm_fault(config, f"trainer/{rank}", version)
     report = sender.send_weights(version=version).wait()
-    fsdp.reshard(model)
-    weights: dict[str, torch.Tensor] = {}
-    for name, whole in full_parameters(model, torch.bfloat16):  # a collective: every rank takes part
-        if rank == 0:
-            weights[name] = whole
     if rank == 0:
         channel.send(
             Updated(
@@ -132,6 +127,13 @@ def _one_version(
                 engines=dict(report.engines),
             )
         )
+    channel.send(Phase(text=f"digesting version {version}"))
+    fsdp.reshard(model)
+    weights: dict[str, torch.Tensor] = {}
+    for name, whole in full_parameters(model, torch.bfloat16):  # a collective: every rank takes part
+        if rank == 0:
+            weights[name] = whole
+    if rank == 0:
         parameters = {name: digest(whole) for name, whole in weights.items()}
         channel.send(Digested(version=version, parameters=parameters, buffers={}))
     return weights

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from weightbridge.checkpoint.spec import CheckpointSpec
 from weightbridge.errors import CoverageError, LayoutError, ProbeError
 from weightbridge.layout.source_map import Constant, CopyTable, LiveTensor, SourceMap
-from weightbridge.probe.codes import code_table
+from weightbridge.probe.codes import CodeTable, code_table
 from weightbridge.probe.explained import Explanation, TensorRecord
 from weightbridge.probe.lattice import Lattice
 from weightbridge.probe.live import live_tensors, local_tensor
@@ -125,7 +125,7 @@ class _Run:
         records = [TensorRecord.of(t) for t in self.live]
         for pass_ in range(table.num_passes):
             self._load(coded_tensors(self.spec, table, pass_), pass_)
-            self._guarded(lambda k=pass_: [r.read(t, table, k) for r, t in zip(records, self.locals, strict=True)])  # type: ignore[misc]
+            self._guarded(partial(self._read, records, table, pass_))
             self._report(f"coded load {pass_ + 1}", pass_ + 1, total)
         explained: list[Explanation] = []
         self._guarded(lambda: explained.extend(r.explain(self.spec, table) for r in records))
@@ -133,6 +133,10 @@ class _Run:
         self._load(verification_tensors(self.spec, values), total - 1)
         self._guarded(lambda: self._verify(explained, values, total - 1))
         self._report("verification load", total, total)
+
+    def _read(self, records: list[TensorRecord], table: CodeTable, pass_: int) -> None:
+        for record, tensor in zip(records, self.locals, strict=True):
+            record.read(tensor, table, pass_)
 
     def result(self) -> SourceMap:
         if self.failure is not None:
@@ -149,7 +153,7 @@ class _Run:
             numel = next(t.numel for t in self.live if t.name == name)
             raise CoverageError(
                 f"live parameter {name!r}: the loader never writes {missing} of its {numel} elements"
-                f"{f' (and there are gaps in {len(gaps) - 1} more parameters)' if len(gaps) > 1 else ''}; add its tensor to the "
+                f"{f' (with gaps in {len(gaps) - 1} more parameters)' if len(gaps) > 1 else ''}; add its tensor to the "
                 "checkpoint, mend the loader, or name it in expected_untouched. If it is no parameter, list tensors with "
                 "discover_tensors(module), which tells buffers apart",
                 tensor=name,
@@ -171,8 +175,8 @@ class _Run:
         except Exception as error:
             if self.failure is None:
                 self.failure = ProbeError(
-                    f"load_weights raised {type(error).__name__}: {error}. It was given the {len(self.spec.tensors)} tensors of "
-                    "the checkpoint spec with probe values; a tensor it misses must be in the spec, and one whose value it "
+                    f"load_weights raised {type(error).__name__}: {error}. It was given the {len(self.spec.tensors)} tensors "
+                    "of the checkpoint spec with probe values; a tensor it misses must be in the spec, and one whose value it "
                     "checks in CheckpointSpec(constants=...)",
                     load=pass_,
                 )
@@ -222,12 +226,12 @@ class _Run:
         if wrong is not None:
             target = self.live[wrong.live]
             raise ProbeError(
-                f"live tensor {target.name!r}, element {list(wrong.index)}: the loader does not copy it. Coded loads showed "
+                f"live tensor {target.name!r}, element {list(wrong.element)}: the loader does not copy it. Coded loads showed "
                 f"{wrong.source}; a load of ordinary values put {describe_bits(wrong.found, target.dtype)} there, expected "
                 f"{describe_bits(wrong.expected, target.dtype)}. Computed tensors need the loader path, which is not available "
                 "yet; turn the transformation off, or leave the tensor out of `tensors`",
                 tensor=target.name,
-                index=wrong.index,
+                index=wrong.element,
                 expected=wrong.expected,
                 found=wrong.found,
             )
