@@ -134,7 +134,8 @@ def random_job(seed: int) -> Job:
     rng = random.Random(seed)
     tensors = []
     for i in range(rng.randrange(1, 6)):
-        shape = tuple(rng.randrange(1, 14) for _ in range(rng.choice([0, 1, 2, 2, 2, 3, 4])))
+        rank = rng.choice([0, 1, 2, 2, 2, 3, 4])
+        shape = tuple(rng.randrange(1, 14 if rank < 3 else 7) for _ in range(rank))
         dtype = dtype_named(rng.choice(["BF16", "BF16", "BF16", "F32", "U8", "I64"]))
         tensors.append(TensorSpec(name=f"t{i}", shape=shape, dtype=dtype))
     spec = CheckpointSpec(tensors=tuple(tensors))

@@ -163,15 +163,29 @@ def test_a_recorded_handshake_cannot_be_replayed():
 
 
 def test_proofs_cannot_be_reflected():
-    """Whoever sends the acceptor its own messages back does not get in."""
+    """Whoever answers the dialler with the dialler's own proof does not get in."""
+    one, other = socket.socketpair()
+    deadline = time.monotonic() + 5
+    with one, other, ThreadPoolExecutor(1) as pool:
+        dialled = pool.submit(
+            handshake.dial_handshake, one, Identity(worker="a", session="s", token=b"x"), "b", deadline
+        )
+        size = handshake._MESSAGE.size
+        handshake.receive_exactly(other, size, deadline)
+        other.sendall(handshake._hello(Identity(worker="b", session="s"), "a"))
+        other.sendall(handshake.receive_exactly(other, size, deadline))
+        assert "token" in str(dialled.exception(5))
+
+
+def test_a_proof_made_without_the_token_is_refused():
     one, other = socket.socketpair()
     identity = Identity(worker="b", session="s", token=b"x")
     with one, other, ThreadPoolExecutor(1) as pool:
         done = pool.submit(handshake.accept_handshake, other, identity, time.monotonic() + 5)
-        hello = handshake._hello(Identity(worker="b", session="s"), "b")
-        one.sendall(hello)
-        handshake.receive_exactly(one, len(hello), time.monotonic() + 5)
-        one.sendall(handshake._proof(b"", b"dialler", hello, hello))
+        mine = handshake._hello(Identity(worker="a", session="s"), "b")
+        one.sendall(mine)
+        theirs = handshake.receive_exactly(one, len(mine), time.monotonic() + 5)
+        one.sendall(handshake._proof(b"", b"dialler", mine, theirs))
         assert "token" in str(done.exception(5))
 
 
@@ -427,6 +441,17 @@ def test_mapped_memory_stays_readable_after_a_fence():
         b.transport.fence("a")
         b.shared.close()
         assert (np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 1000).from_address(mapped.address)) == 9).all()
+
+
+@pytest.mark.parametrize("kind", [TcpTransport, ShmTransport])
+def test_a_fence_ends_the_threads_of_its_link_before_it_returns(kind):
+    with group(kind, "a", "b", nbytes=32 << 20) as (a, b):
+        for _ in range(3):
+            b.post("a", [[0, 0, 32 << 20]] * 20, b"")
+            a.post("b", [[0, 0, 32 << 20]] * 20, b"")
+        time.sleep(0.02)
+        a.transport.fence("b")
+        assert not {"wb-send-b", "wb-receive-b"} & {t.name for t in threading.enumerate()}
 
 
 def test_transports_import_no_torch():

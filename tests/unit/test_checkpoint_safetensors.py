@@ -83,8 +83,8 @@ def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
 def test_a_truncated_file_names_both_sizes(tmp_path: Path) -> None:
     file = write(tmp_path / "model.safetensors", HEADER)
     whole = file.read_bytes()
-    file.write_bytes(whole[:-9])
-    refused(tmp_path, "truncated", "'s'", str(len(whole)), str(len(whole) - 9))
+    file.write_bytes(whole[:-5])
+    refused(tmp_path, "truncated", "'s'", str(len(whole)), str(len(whole) - 5))
     file.write_bytes(whole[:40])
     refused(tmp_path, "truncated", "header", "40")
     file.write_bytes(whole[:5])
@@ -122,7 +122,7 @@ def test_a_wrong_entry_names_the_tensor(tmp_path: Path, entry: dict[str, Any], p
 def test_data_that_overlap(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [7], "data_offsets": [0, 28]}
     write(tmp_path / "model.safetensors", {"a": entry, "b": {**entry, "data_offsets": [24, 52]}})
-    refused(tmp_path, "'b'", "24", "28")
+    refused(tmp_path, "'b'", "inside", "'a'")
 
 
 def test_a_name_twice(tmp_path: Path) -> None:
@@ -150,7 +150,11 @@ def test_a_tensor_in_a_shard_that_the_index_does_not_name(tmp_path: Path) -> Non
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     write(tmp_path / "m-1.safetensors", HEADER)
-    write(tmp_path / "m-2.safetensors", {**HEADER, "z": {"dtype": "U8", "shape": [1], "data_offsets": [66, 67]}}, bytes(67))
+    write(
+        tmp_path / "m-2.safetensors",
+        {**HEADER, "z": {"dtype": "U8", "shape": [1], "data_offsets": [66, 67]}},
+        bytes(67),
+    )
     write_index(tmp_path, {"z": "m-2.safetensors", **dict.fromkeys(HEADER, "m-1.safetensors")})
     refused(tmp_path, "m-2.safetensors", "m-1.safetensors")
 

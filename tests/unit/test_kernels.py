@@ -82,6 +82,20 @@ def test_transpose_slice_and_flip_equal_numpy_indexing(implementation, itemsize)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_rotary_halves_are_taken_apart_and_put_together(implementation, itemsize):
+    pairs = random_bytes(21 * 37 * 2 * itemsize).reshape(21, 37, 2, itemsize)
+    halves, back = np.zeros((21, 2, 37, itemsize), np.uint8), np.zeros_like(pairs)
+    line, pair = 74 * itemsize, [2 * itemsize, itemsize]
+    apart = row([21, 37, 2], [line, *pair], [line, itemsize, 37 * itemsize], itemsize=itemsize)
+    together = row([21, 37, 2], [line, itemsize, 37 * itemsize], [line, *pair], itemsize=itemsize)
+    run(implementation, apart, [pairs], [halves])
+    np.testing.assert_array_equal(halves, pairs.transpose(0, 2, 1, 3))
+    run(implementation, together, [halves], [back])
+    np.testing.assert_array_equal(back, pairs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_use_their_own_buffers_and_leave_all_other_bytes_alone(implementation):
     sources = [random_bytes(100, 1), random_bytes(333, 2)]
     targets = [np.full(50, 7, np.uint8), np.full(400, 9, np.uint8)]
@@ -136,7 +150,7 @@ def copies(draw):
 
 
 @pytest.mark.skipif(not NATIVE, reason="not built")
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rows=st.lists(copies(), min_size=0, max_size=4), seed=st.integers(0, 99), num_threads=st.integers(1, 2))
 def test_native_equals_reference_on_random_tables(rows, seed, num_threads):
     sources = [random_bytes(src_bytes, seed + i) for i, (_, src_bytes, _) in enumerate(rows)]

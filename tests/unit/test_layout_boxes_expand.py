@@ -86,6 +86,8 @@ def check(shapes, rows, *, num_boxes=None):
         ((4, 6), [(0, 0, 0, 0, ((2, 6, 24), (2, 3, 9), (3, 1, 1)))], 2),  # two axes of one dim, not one progression
         ((4, 6), [(0, 0, 0, 0, ((2, 6, 12), (2, 3, 3), (3, 1, 1)))], 1),  # two axes of one dim that are one
         ((4, 6), [(0, 0, 4, 0, ((2, 4, 4), (2, 1, 1)))], 2),  # two axes that only together leave the row
+        ((4, 6), [(0, 0, 3, 0, ((2, 2, 2), (2, 1, 1)))], 2),  # two axes that are one, and that one leaves the row
+        ((4, 6), [(0, 0, 1, 0, ((2, 3, 9), (2, 2, 1)))], 3),  # 1 3 | 4, and 6 in the next row
         ((24,), [(0, 0, 3, 0, ((4, 0, 5), (2, 1, 1)))], 4),  # one pair of elements at four live places
         ((3, 1, 5, 1), [(0, 0, 0, 0, ((15, 1, 1),))], 1),  # dims of extent 1 have no pitch
         ((), [(0, 0, 0, 7, ())], 1),  # a scalar

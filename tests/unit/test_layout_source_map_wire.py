@@ -72,11 +72,12 @@ def changed(**fields: object) -> SourceMap:
         (changed(live=np.array([0, 0, 2])), "live tensor"),
         (changed(live=np.array([0, 0, -1])), "live tensor"),
         (changed(tensor=np.array([0, 1, 9])), "checkpoint tensor"),
-        (changed(live_start=np.array([0, 24, 1])), "live offset"),
+        (changed(live_start=np.array([0, 24, 2])), "live offset"),
         (changed(live_start=np.array([-1, 24, 0])), "live offset"),
         (changed(src_start=np.array([0, 0, 13])), "checkpoint offset"),
         (changed(src_start=np.array([1, 0, 8])), "checkpoint offset"),
-        (changed(src_stride=MAP.copies.src_stride * (1 << 58)), "checkpoint offset"),
+        (changed(src_stride=MAP.copies.src_stride * (1 << 40)), "checkpoint offset"),
+        (changed(src_stride=MAP.copies.src_stride * (1 << 58)), "beyond any tensor"),
         (replace(MAP, spec_digest="0" * 32), "probe again"),
         (replace(MAP, constants=(Constant(live=0, live_start=73, axes=((4, 1),), bits=0),)), "constant"),
         (replace(MAP, constants=(Constant(live=0, live_start=72, axes=((4, 1),), bits=1 << 16),)), "constant"),
@@ -144,7 +145,7 @@ def test_a_wire_form_that_contradicts_itself_is_refused(place: int, value: objec
 def test_explain_says_where_each_part_comes_from() -> None:
     assert explain(MAP, SPEC).splitlines() == [
         "qkv [19, 4] BF16, parameter",
-        "  [0:18:9 + 0:6, :] <- q[:, :]  (48 elements)".replace("q[:, :]", "q[0:12:6 + 0:6, :]"),
+        "  [0:18:9 + 0:6, :] <- q[0:12:6 + 0:6, :]  (48 elements)",
         "  [6:24:9 + 0:3, :] <- k[0:6:3 + 0:3, :]  (24 elements)",
         "  [18, :] <- constant bits 0x0",
         "kt [4, 3] F32, buffer",

@@ -95,6 +95,23 @@ def test_a_shared_node_limit_binds_sending_and_forwarding_together():
     assert slower.seconds == bounds.t_min_seconds == pytest.approx(0.02)
 
 
+def test_forwarding_counts_in_the_bound_when_all_who_could_forward_are_busy():
+    # x and y share their nodes' links with a trainer that sends 10 MB; one of them must pass 10 MB on: 15 MB each
+    workers = [
+        trainer(0, "a"),
+        trainer(1, "b"),
+        trainer(2, "c"),
+        rollout("x", 0, "a"),
+        rollout("y", 0, "c"),
+        rollout("z", 0, "d", 9e9),
+    ]
+    classes = [((0,), (5,), 10_000_000), ((1,), (3, 4), 10_000_000), ((2,), (5,), 10_000_000)]
+    flow, bounds = bound(network(workers, *classes, node_bandwidth=(("a", 1e9), ("c", 1e9))))
+    assert flow.seconds == pytest.approx(0.015)
+    assert bounds.t_min_seconds == pytest.approx(0.01)
+    assert bounds.dual[-2:] == pytest.approx([0.5e-9, 0.5e-9])
+
+
 def test_a_node_with_its_own_holder_is_no_network_target():
     workers = [trainer(0, "a"), rollout("near", 0, "a"), rollout("far", 0, "b")]
     net = network(workers, ((0,), (1, 2), 10 * MB), ((0,), (1,), 5 * MB))

@@ -70,6 +70,15 @@ def test_neighbours_with_the_same_boxes_are_joined():
     assert len(atoms.tensor) == 3
 
 
+@pytest.mark.parametrize(("top", "left"), [(0, 0), (0, 4), (4, 0), (4, 4)])
+def test_the_rest_of_a_corner_is_two_atoms(top, left):
+    # the L-shaped rest has one cover, but its two parts have other columns and must not be joined
+    spec = spec_of((8, 8))
+    corner = takes(spec, (0, slice(top, top + 4), slice(left, left + 4)))
+    atoms = overlay(job_of(spec, (True, False, False), everything(spec), everything(spec), corner))
+    assert sorted(atoms.count.prod(axis=1).tolist()) == [16, 16, 32]
+
+
 def test_interleaved_columns_stay_one_atom_each():
     spec = spec_of((4, 2880))
     even, odd = (takes(spec, (0, slice(0, 4), slice(i, 2880, 2))) for i in range(2))

@@ -166,6 +166,14 @@ def test_links_of_a_node_carry_what_they_can():
     assert plan.bounds.busiest_link_seconds == pytest.approx(plan.bounds.link_bound_seconds, rel=0.01)
 
 
+def test_whole_pieces_are_dealt_evenly_too():
+    # ten trainers with a tensor each: pieces that go whole to one worker count against its share like parts do
+    spec = spec_of(*[(512, 64)] * 10)
+    topo = topology(*(trainer(i) for i in range(10)), rollout("e", 0, "b"), rollout("e", 1, "b"))
+    plan, _ = planned(spec, topo, [*(takes(spec, (i,)) for i in range(10)), everything(spec), everything(spec)])
+    assert [int((plan.routes["entry"] == w).sum()) for w in (10, 11)] == [5, 5]
+
+
 def test_plans_are_deterministic():
     spec = spec_of((36, 24), (24, 36), (7,))
     topo = topology(trainer(0), trainer(1), rollout("e", 0, "b"), rollout("f", 0, "c"))

@@ -97,11 +97,12 @@ def test_a_needer_that_does_not_need(case, exact_numel):
     case.refused("'e/[01]'", exact_numel, classes=tuple(classes))
 
 
-def test_a_needer_left_out(case, exact_numel):
+@pytest.mark.parametrize(("worker", "name"), [(4, "f/0"), (5, "g/0")])  # two with equal maps
+def test_a_needer_left_out(case, exact_numel, worker, name):
     classes = list(case.plan.classes)
-    i = next(i for i, c in enumerate(classes) if 4 in c.needers and 5 in c.needers and 6 in c.needers)
-    classes[i] = replace(classes[i], needers=tuple(w for w in classes[i].needers if w != 4))
-    case.refused(r"worker 'f/0' needs \d+ elements", exact_numel, classes=tuple(classes))
+    i = next(i for i, c in enumerate(classes) if {4, 5, 6} <= set(c.needers))
+    classes[i] = replace(classes[i], needers=tuple(w for w in classes[i].needers if w != worker))
+    case.refused(rf"worker '{name}' needs \d+ elements", exact_numel, classes=tuple(classes))
 
 
 def test_an_atom_moved_onto_its_neighbour(case, exact_numel):

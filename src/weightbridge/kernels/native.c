@@ -19,7 +19,7 @@
 #define PIECE_BYTES (2 << 20)
 #define BATCH_BYTES (1 << 20)
 #define ROW_COST_BYTES 64    /* what one row costs beside its bytes, in bytes of copying */
-#define STREAM_RUN_BYTES (8 << 10)
+#define STREAM_RUN_BYTES 1024
 #define STREAM_WRITES_BYTES (4 << 20)
 
 enum { COPY, F32_TO_BF16, BF16_TO_F32, F32_TO_F16, F16_TO_F32, BF16_TO_F16, F16_TO_BF16 };
@@ -69,6 +69,7 @@ static void simplify_axes(wb_copy *c) {
 
 static void choose_kind(wb_copy *c) {
     int last = c->axes - 1;
+    if (last > 5) return; /* never; but the compiler cannot know and warns */
     if (c->op != COPY) {
         c->kind = KIND_CAST;
         return;
@@ -193,8 +194,12 @@ static void streaming_fence(void) {
 
 /* --- small elements ----------------------------------------------------------------------------------------------- */
 
+/* Every second element is what rotary layouts take; as a constant the compiler makes shuffles of it. */
 #define COPY_LINE(type)                                                                                               \
-    for (int64_t i = 0; i < n; i++, dst += ds, src += ss) *(type *)dst = *(const type *)src
+    if (ds == sizeof(type) && ss == 2 * sizeof(type))                                                                 \
+        for (int64_t i = 0; i < n; i++) ((type *)dst)[i] = ((const type *)src)[2 * i];                                \
+    else                                                                                                              \
+        for (int64_t i = 0; i < n; i++, dst += ds, src += ss) *(type *)dst = *(const type *)src
 
 static void copy_line(char *dst, int64_t ds, const char *src, int64_t ss, int64_t n, int64_t run, int streaming) {
     switch (run) {
@@ -240,13 +245,17 @@ static void tile_32(char *dst, int64_t ds, const char *src, int64_t ss) {
 #endif
 
 /* Source is contiguous along b, destination along a. A block reads whole cache lines of the source and keeps them in
- * the first-level cache until each is used up. */
+ * the nearest caches until each is used up. */
 static void transpose(char *dst, int64_t ds_b, const char *src, int64_t ss_a, int64_t na, int64_t nb, int64_t size) {
-    const int64_t block_a = 128, block_b = 64 / size;
+    const int64_t block_a = 512, block_b = 64 / size;
     int64_t tile = 0;
 #if WB_SSE2
     tile = size == 2 ? 8 : size == 4 ? 4 : 0;
 #endif
+    if (na < 8 && na < nb) { /* a few long lines: interleaving */
+        for (int64_t a = 0; a < na; a++) copy_line(dst + a * size, ds_b, src + a * ss_a, size, nb, size, 0);
+        return;
+    }
     for (int64_t b0 = 0; b0 < nb; b0 += block_b)
         for (int64_t a0 = 0; a0 < na; a0 += block_a) {
             int64_t b1 = b0 + block_b < nb ? b0 + block_b : nb, a1 = a0 + block_a < na ? a0 + block_a : na;
@@ -327,10 +336,23 @@ static void cast_contiguous(int op, char *dst, const char *src, int64_t n) {
 }
 
 #if WB_F16C
+WB_AVX2 static inline __m256i round_to_bf16(__m256i x) {
+    const __m256i infinity = _mm256_set1_epi32(0x7F800000), bias = _mm256_set1_epi32(0x7FFF);
+    __m256i upper = _mm256_srli_epi32(x, 16), odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(x, _mm256_add_epi32(bias, odd)), 16);
+    __m256i nan = _mm256_cmpgt_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0x7FFFFFFF)), infinity);
+    return _mm256_blendv_epi8(rounded, _mm256_or_si256(upper, _mm256_set1_epi32(0x40)), nan);
+}
+
 WB_AVX2 static void cast_avx2(int op, char *dst, const char *src, int64_t n) {
     int64_t i = 0;
     if (op == F32_TO_BF16) {
-        for (; i < n; i++) ((u16 *)dst)[i] = f32_to_bf16(((const u32 *)src)[i]);
+        for (; i + 16 <= n; i += 16) {
+            __m256i low = round_to_bf16(_mm256_loadu_si256((const __m256i *)(src + 4 * i)));
+            __m256i high = round_to_bf16(_mm256_loadu_si256((const __m256i *)(src + 4 * i + 32)));
+            __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+            _mm256_storeu_si256((__m256i *)(dst + 2 * i), packed);
+        }
     } else if (op == BF16_TO_F32) {
         for (; i < n; i++) ((u32 *)dst)[i] = bf16_to_f32(((const u16 *)src)[i]);
     } else if (op == F32_TO_F16) {
@@ -346,13 +368,14 @@ WB_AVX2 static void cast_avx2(int op, char *dst, const char *src, int64_t n) {
         }
     } else {
         for (; i + 8 <= n; i += 8) {
-            uint32_t wide[8];
-            _mm256_storeu_ps((float *)wide, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(src + 2 * i))));
-            for (int k = 0; k < 8; k++) ((u16 *)dst)[i + k] = f32_to_bf16(wide[k]);
+            __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(src + 2 * i)));
+            __m256i round = round_to_bf16(_mm256_castps_si256(wide));
+            __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(round, round), 0xD8);
+            _mm_storeu_si128((__m128i *)(dst + 2 * i), _mm256_castsi256_si128(packed));
         }
     }
     if (i < n) {
-        int64_t ss = op == F32_TO_F16 ? 4 : 2, ds = size_after(op, 0);
+        int64_t ss = op == F32_TO_BF16 || op == F32_TO_F16 ? 4 : 2, ds = size_after(op, 0);
         cast_strided(op, dst + i * ds, ds, src + i * ss, ss, n - i);
     }
 }

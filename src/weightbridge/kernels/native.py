@@ -17,7 +17,7 @@ from weightbridge.kernels.bounds import check_table
 
 __all__ = ["STREAMING_TABLE_BYTES", "THREADED_TABLE_BYTES", "NativeKernels", "load_native"]
 
-STREAMING_TABLE_BYTES = 8 << 20
+STREAMING_TABLE_BYTES = 16 << 20
 """From this size on a table's long runs bypass the cache: nothing of its beginning would be left there at its end."""
 
 THREADED_TABLE_BYTES = 4 << 20

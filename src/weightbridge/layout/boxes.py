@@ -226,15 +226,7 @@ def _split(work: _Work, sizes: list[int], pitches: list[int]) -> list[_Work] | N
     for d, axes in by_dim.items():
         if len(axes) == 1:
             continue
-        axes = sorted(axes, key=lambda i: work.axes[i][1])
-        reach = work.src // pitches[d] % sizes[d] + sum(
-            (work.axes[i][0] - 1) * work.axes[i][1] // pitches[d] for i in axes
-        )
-        carries = reach >= sizes[d]  # together they leave the dim though each alone does not
-        if carries.any():
-            parts = [work.pick(carries).enumerate_axis(axes[-1])]
-            return parts if carries.all() else [work.pick(~carries), *parts]
-        return [_merge_two(work, axes)]
+        return [_merge_two(work, sorted(axes, key=lambda i: work.axes[i][1]))]
     return None
 
 

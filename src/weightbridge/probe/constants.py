@@ -25,7 +25,7 @@ Int64Array = npt.NDArray[np.int64]
 class Runs(NamedTuple):
     """Maximal runs of equal elements that hold no code, by position row * cols + col in the field.
 
-    bits: raw bits; 0 where `untouched`. untouched: the element still held the sentinel of its pass.
+    bits: raw bits. untouched: they are the sentinel of the pass (a constant may look so in one pass, not in two).
     """
 
     start: npt.NDArray[np.int64]
@@ -71,10 +71,7 @@ class RunCollector:
         breaks = np.ones(len(start), dtype=bool)
         breaks[1:] = (start[1:] != start[:-1] + length[:-1]) | (bits[1:] != bits[:-1])
         first = np.flatnonzero(breaks)
-        untouched = bits[first] == self._sentinel
-        return Runs(
-            start[first], np.add.reduceat(length, first), np.where(untouched, np.uint64(0), bits[first]), untouched
-        )
+        return Runs(start[first], np.add.reduceat(length, first), bits[first], bits[first] == self._sentinel)
 
 
 class Conflict(NamedTuple):
@@ -96,7 +93,7 @@ def settle(
     entries: Sequence[SparseEntries], runs: Sequence[Runs], table: CodeTable, dtype: DType, rows: int, cols: int
 ) -> Settled | Conflict:
     """Agree on the elements without code of one field of [rows, cols]. Pure."""
-    if all(r is runs[0] or _equal(r, runs[0]) for r in runs):
+    if all(_agree(r, runs[0]) for r in runs):
         return Settled(runs[0], list(entries))
     edges = np.unique(np.concatenate([edge for r in runs for edge in (r.start, r.start + r.length)]))
     start, length = edges[:-1], np.diff(edges)
@@ -104,14 +101,15 @@ def settle(
     some = inside.any(axis=0)
     first = inside.argmax(axis=0)
     column = np.arange(len(start))
-    agreed_bits, agreed_untouched = bits[first, column], untouched[first, column]
+    agreed_bits, agreed_untouched = bits[first, column], (untouched & inside).all(axis=0)
     corrected = []
     for k, found in enumerate(entries):
         taken = some & ~inside[k]  # a code in this pass
         residue = np.zeros(len(start), dtype=np.int16)
         invalid = table.decode(dtype, k, agreed_bits.astype(dtype.bits), residue)
-        wrong = inside[k] & ((bits[k] != agreed_bits) | (untouched[k] != agreed_untouched))
-        wrong |= taken & (agreed_untouched | (False if invalid is None else invalid))
+        wrong = inside[k] & ~agreed_untouched & (bits[k] != agreed_bits)
+        if invalid is not None:
+            wrong |= taken & invalid
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             return Conflict(int(start[at]), int(first[at]), k)
@@ -120,8 +118,10 @@ def settle(
     return Settled(_joined(start[chosen], length[chosen], agreed_bits[chosen], agreed_untouched[chosen]), corrected)
 
 
-def _equal(a: Runs, b: Runs) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+def _agree(a: Runs, b: Runs) -> bool:
+    """The same elements, each with the same bits or untouched in both."""
+    same = all(np.array_equal(x, y) for x, y in ((a.start, b.start), (a.length, b.length), (a.untouched, b.untouched)))
+    return same and bool((a.untouched | (a.bits == b.bits)).all())
 
 
 def _at(

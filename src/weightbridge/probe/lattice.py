@@ -38,7 +38,7 @@ Dims = tuple[tuple[int, int], ...]
 
 _MAX_PIECES = 1 << 21
 _MAX_LAG = 32
-_MAX_COMPARED = 1 << 14
+_MAX_COMPARED = 1 << 16
 
 
 class Lattice(NamedTuple):
@@ -254,7 +254,7 @@ def split_at_carries(start: int, axes: tuple[Axis, ...], dims: Dims) -> tuple[tu
     A run that begins mid-row becomes a head, whole rows and a tail. Returns (start, live offset, axes) parts; live strides
     are positive again, source strides may be negative. Cached: layers repeat.
     """
-    work = [_flip(start, 0, axes, by_source=True)]
+    work = [_flip(start, 0, tuple(a for a in axes if a[0] > 1), by_source=True)]
     done: list[tuple[int, int, tuple[Axis, ...]]] = []
     while work:
         here, live, axes = work.pop()

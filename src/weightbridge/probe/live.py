@@ -16,7 +16,15 @@ from weightbridge.errors import ProbeError, SpecError
 from weightbridge.layout.source_map import LiveTensor
 from weightbridge.probe.fields import memory_order
 
-__all__ = ["NamedTensors", "discover_tensors", "live_tensors", "local_tensor", "raw_bits", "to_numpy_bits"]
+__all__ = [
+    "NamedTensors",
+    "discover_tensors",
+    "distinct_elements",
+    "live_tensors",
+    "local_tensor",
+    "raw_bits",
+    "to_numpy_bits",
+]
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -120,6 +128,17 @@ def live_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[LiveTensor, ...]:
         memory_order(live)
         described.append(live)
     return tuple(described)
+
+
+def distinct_elements(local: torch.Tensor) -> torch.Tensor:
+    """The tensor without its expanded dims (stride 0), so that each element in memory occurs once."""
+    if 0 not in local.stride():
+        return local
+    return local[
+        tuple(
+            slice(0, 1) if s == 0 and n > 1 else slice(None) for n, s in zip(local.shape, local.stride(), strict=True)
+        )
+    ]
 
 
 def raw_bits(local: torch.Tensor, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

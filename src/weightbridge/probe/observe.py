@@ -16,7 +16,7 @@ from weightbridge.probe.codes import CodeTable
 from weightbridge.probe.constants import RunCollector, Runs
 from weightbridge.probe.difference import TILE_NUMEL, Differencer, SparseEntries
 from weightbridge.probe.fields import Field
-from weightbridge.probe.live import raw_bits, to_numpy_bits
+from weightbridge.probe.live import distinct_elements, raw_bits, to_numpy_bits
 
 __all__ = ["Observation", "fill_sentinel", "observe", "sentinel_bits"]
 
@@ -48,7 +48,8 @@ def fill_sentinel(local: torch.Tensor, dtype: DType, pass_: int) -> None:
     signed = sentinel_bits(dtype, pass_)
     if dtype.itemsize > 1 and signed >> (8 * dtype.itemsize - 1):
         signed -= 1 << 8 * dtype.itemsize
-    raw_bits(local, 0, tuple(local.shape), tuple(local.stride())).fill_(signed)
+    target = distinct_elements(local)
+    raw_bits(target, 0, tuple(target.shape), tuple(target.stride())).fill_(signed)
 
 
 def observe(local: torch.Tensor, name: str, dtype: DType, field: Field, table: CodeTable, pass_: int) -> Observation:

@@ -21,7 +21,7 @@ from weightbridge.layout.source_map import Constant, CopyTable, LiveTensor, Sour
 from weightbridge.probe.codes import CodeTable, code_table
 from weightbridge.probe.explained import Explanation, TensorRecord
 from weightbridge.probe.lattice import Lattice
-from weightbridge.probe.live import live_tensors, local_tensor
+from weightbridge.probe.live import distinct_elements, live_tensors, local_tensor
 from weightbridge.probe.observe import fill_sentinel, sentinel_bits
 from weightbridge.probe.values import VerificationValues, coded_tensors, describe_bits, verification_tensors
 from weightbridge.probe.verify import verify_live
@@ -100,7 +100,8 @@ class _Run:
 
     def backup(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(live tensor, copy of it in host memory) of every live tensor."""
-        return [(t, t.to("cpu", copy=True)) for t in self._read_locals()]
+        targets = [distinct_elements(t) for t in self._read_locals()]
+        return [(t, t.to("cpu", copy=True)) for t in targets]
 
     def restore(self, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put the copies back, and into whatever storage the loader put in the tensors' place."""
@@ -112,8 +113,9 @@ class _Run:
             now = self.tensors()
             for described, (_, copy) in zip(self.live, kept, strict=True):
                 target = now.get(described.name)
-                if target is not None and local_tensor(target).shape == copy.shape:
-                    local_tensor(target).copy_(copy)
+                target = None if target is None else distinct_elements(local_tensor(target))
+                if target is not None and target.shape == copy.shape:
+                    target.copy_(copy)
 
     def all_loads(self) -> None:
         """Every load of the probe. Keeps the first failure and goes on: a load may be collective."""

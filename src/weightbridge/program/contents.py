@@ -270,8 +270,8 @@ class _Truth:
             i = int(np.argmin(good))
             name, target = self.spec.tensors[int(tensor[i])].name, self.source_map.live[int(live[i])].name
             raise InternalError(
-                f"{where}: byte {slot_at[i]} of slot {slots[buffer[i]]} holds {name!r}{coordinate[i].tolist()}, which the source "
-                f"map does not have at byte {live_at[i]} of {target!r}"
+                f"{where}: byte {slot_at[i]} of slot {slots[buffer[i]]} holds {name!r}{coordinate[i].tolist()}, which the "
+                f"source map does not have at byte {live_at[i]} of {target!r}"
             )
 
     def _element(self, segments: Int64Array, at: Int64Array, where: str) -> tuple[Int64Array, Int64Array]:
@@ -313,8 +313,8 @@ class _Truth:
             expected = Op.COPY if src.name == dst.name else Op.BY_DTYPES.get((src.name, dst.name), -1)
             if op != expected or itemsize != src.itemsize:
                 raise InternalError(
-                    f"{where}: {self.spec.tensors[t].name!r} goes from {src.name} to {dst.name} with op {op} and itemsize {itemsize}, "
-                    f"expected {expected} and {src.itemsize}"
+                    f"{where}: {self.spec.tensors[t].name!r} goes from {src.name} to {dst.name} with op {op} and itemsize "
+                    f"{itemsize}, expected {expected} and {src.itemsize}"
                 )
 
     def _is_at(

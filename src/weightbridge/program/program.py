@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +54,7 @@ class Op:
     BF16_TO_F16 = 5
     F16_TO_BF16 = 6
 
-    BY_DTYPES = {
+    BY_DTYPES: ClassVar[dict[tuple[str, str], int]] = {
         ("F32", "BF16"): F32_TO_BF16,
         ("BF16", "F32"): BF16_TO_F32,
         ("F32", "F16"): F32_TO_F16,

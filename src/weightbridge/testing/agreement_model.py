@@ -136,12 +136,14 @@ class _Facts(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What the leader does on an event. attempt: of the idle attempt it asks for, 0 if it asks for none."""
+    """What the leader does on an event. attempt: of the idle attempt it asks for, 0 if it asks for none. told: for each
+    member, what becomes of a slot by it, as far as that was worked out."""
 
     leader: int
     views: tuple[int, ...]
     sent: tuple[frozenset[a.MemberEvent], ...]
     attempt: int
+    told: tuple[dict[int, int], ...]
 
 
 class _Touches(IntEnum):
@@ -199,6 +201,7 @@ class AgreementModel:
         self._moves: dict[int, list[_Move]] = {}
         self._answers: dict[tuple[int, ...], _Answer] = {}
         self._sayings: dict[tuple[int, int], list[int]] = {}
+        self._labels: dict[tuple[str, int], str] = {}
         self._less: dict[tuple[int, str], int] = {}
         self._where_views = slot_names(leader).index("_views")
 
@@ -261,6 +264,10 @@ class AgreementModel:
         if leader.done == last:
             return all(last in fact.installs for fact in living)
         return not leader.alive or leader.failed == last or (died and leader.failed == leader.started)
+
+    def agreed(self, state: State) -> tuple[tuple[int, int], ...]:
+        """(request, poll count) of every agreement that was reached on the way to this state; to see what a run covers."""
+        return self._leaders[state[0]].agreed
 
     def _fresh(self, polls: int) -> _Worker:
         return _Worker(
@@ -579,23 +586,23 @@ class AgreementModel:
         if attempt > self.scenario.idle_attempts and not self._at_rest(attempt, slots):
             return
         if leader != at or after != slots:
-            yield f"{why} {self._events[event]}", (leader, *sorted(after))
+            label = self._labels.get((why, event))
+            if label is None:
+                label = self._labels[why, event] = f"{why} {self._events[event]}"
+            yield label, (leader, *sorted(after))
 
     def _hear(self, at: int, slots: list[int], event: int) -> tuple[int, list[int], int]:
         """(leader, workers in the same order, number of the idle attempt that is asked for or 0) after the event."""
-        records = [self._slots[number] for number in slots]
-        key = (at, event, *[record.view for record in records])
+        key = (at, event, *[self._slots[number].view for number in slots])
         answer = self._answers.get(key)
         if answer is None:
             answer = self._answers[key] = self._answer(at, key[2:], self._events[event])
-        after = slots
-        for position, messages in enumerate(answer.sent):
-            view, worker = records[position]
-            if messages:
-                worker = self._post(worker, messages)
-            if messages or answer.views[position] != view:
-                after = after.copy() if after is slots else after
-                after[position] = self._slot(answer.views[position], worker)
+        after = [told.get(number, -1) for told, number in zip(answer.told, slots, strict=True)]
+        for position, number in enumerate(after):
+            if number < 0:
+                worker = self._post(self._slots[slots[position]].worker, answer.sent[position])
+                number = after[position] = self._slot(answer.views[position], worker)
+                answer.told[position][slots[position]] = number
         return answer.leader, after, answer.attempt
 
     def _post(self, number: int, messages: frozenset[a.MemberEvent]) -> int:
@@ -629,7 +636,8 @@ class AgreementModel:
                     sent[instruction.member].add(self._as_event(instruction))
         values, views = self._split(machine)
         number = self._number(self._leaders, said._replace(machine=values))
-        return _Answer(number, views, tuple(frozenset(messages) for messages in sent), attempt)
+        messages = tuple(frozenset(to_member) for to_member in sent)
+        return _Answer(number, views, messages, attempt, tuple({} for _ in views))
 
     def _as_event(self, sent: a.LeaderInstruction) -> a.MemberEvent:
         match sent:

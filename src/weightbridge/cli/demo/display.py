@@ -98,8 +98,8 @@ class Display(Observer):
             self._line("after", f"{engine.name}: {answered.text if answered else 'no answer'}")
         if record.reference is not None:
             self._line("reference", f"one process with the trainers' weights in bf16: {record.reference.text}")
-        self._show_verdict(verdict, record)
         self._line("time", ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in result.seconds.items()))
+        self._show_verdict(verdict, record)
 
     def _show_initial_answers(self, record: DemoRecord) -> None:
         for engine in record.config.engines:

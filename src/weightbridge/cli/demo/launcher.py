@@ -37,8 +37,8 @@ DEFAULT_LEARNING_RATE = 1e-4
 """Changes the answer in two steps. At 3e-5 most of an fp32 update is lost when the weights are rounded to bf16."""
 
 _HOST = "127.0.0.1"
-_GRACE_SECONDS = 45.0
-"""After a first failure, for the others to come to know of it: the library promises 30 s."""
+_GRACE_SECONDS = 30.0
+"""After a first failure, for the others to come to know of it: the library promises no more than this."""
 _CLOSE_SECONDS = 30.0
 _NUM_TRAINERS = 2
 
@@ -322,8 +322,8 @@ class _Run:
         return 60.0 + max(self._config.connect_timeout_seconds, self._config.update_timeout_seconds)
 
     def _fail(self) -> None:
-        """Hear the survivors out, then raise what all of them said."""
-        deadline = time.monotonic() + _GRACE_SECONDS
+        """Hear the survivors out, then raise what all of them said. After the work is done there is nothing to hear."""
+        deadline = time.monotonic() + (0.0 if self._leaving else _GRACE_SECONDS)
         while time.monotonic() < deadline and set(self._supervisor.alive) - set(self._record.failures):
             self._take(self._supervisor.events())
         raise _failure(self._config, self._record, self._ended)
@@ -336,7 +336,8 @@ def _failure(config: DemoConfig, record: DemoRecord, ended: dict[str, int]) -> W
     causes = {name: how_it_ended(ended[name]) for name in dead}
     causes |= {name: f"{failed.kind}: {failed.text}" for name, failed in failures.items()}
     silent = [worker for worker in config.workers if worker not in causes]
-    causes |= {w: f"said nothing of it within {_GRACE_SECONDS:.0f} s ({record.phases.get(w)})" for w in silent}
+    if not record.complete:
+        causes |= {w: f"said nothing of it within {_GRACE_SECONDS:.0f} s ({record.phases.get(w)})" for w in silent}
     if not causes:
         return InternalError("the demo failed and no worker did")
     first = next(iter(causes))
