@@ -7,13 +7,12 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
-# Lowest line coverage `make test` accepts, in percent, of what runs inside the test process.
+# Lowest line coverage `make test` accepts, in percent, of what runs inside the test processes.
 COVERAGE_FLOOR ?= 70
 
 STAMP := $(VENV)/.installed
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/constraints.txt $(wildcard setup.py) \
     $(wildcard src/weightbridge/kernels/*.c src/weightbridge/kernels/*.h src/weightbridge/kernels/*build*.py)
-FAST_TESTS := $(wildcard tests/unit tests/properties tests/conformance tests/faults tests/multiprocess tests/gpu)
 
 .PHONY: demo test test-unit test-integration lint format bench clean help
 
@@ -35,7 +34,7 @@ demo: $(STAMP)
 	@$(BIN)/weightbridge demo $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(FAST_TESTS) --cov --cov-report=term:skip-covered --cov-fail-under=$(COVERAGE_FLOOR) $(PYTEST_ARGS)
+	@bash scripts/test.sh $(BIN)/python $(COVERAGE_FLOOR) $(PYTEST_ARGS)
 
 test-unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)

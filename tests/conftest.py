@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _TESTS = Path(__file__).parent
+# No test fails for being slow, and CI tries the same examples each time.
+settings.register_profile("weightbridge", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("weightbridge")
+
 _MARKED_FOLDERS = ("integration", "gpu", "multiprocess")
 
 

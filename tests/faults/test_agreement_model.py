@@ -7,6 +7,7 @@ nothing is ever agreed does not either.
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ def _no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@functools.cache
 def run(
     scenario: Scenario,
     *,
@@ -66,7 +68,9 @@ SCENARIOS = {
     "lock step, idle between steps": (
         Scenario(window=1, num_polls=1, lock_step=True, idle_attempts=1, prompt=True), 90_000, {0, 1},
     ),
-    "idle between steps": (Scenario(window=1, num_polls=1, idle_attempts=1, prompt=True), 60_000, {0, 1}),
+    "idle between steps": (
+        Scenario(window=1, num_polls=2, starts=TWO, idle_attempts=1, prompt=True), 15_000, {0, 1, 2},
+    ),
     "idle between steps, skew": (
         Scenario(window=2, num_polls=1, starts=(0, 0, 1), idle_attempts=1, prompt=True), 7_000, {1},
     ),
@@ -75,8 +79,9 @@ SCENARIOS = {
     "two versions, room for both": (
         Scenario(window=1, num_polls=3, starts=TWO, num_requests=2, prompt=True), 6_000, {2, 3},
     ),
-    "drops": (Scenario(window=1, num_polls=1, drops=1, prompt=True), 150_000, {1}),
-    "drops, often": (Scenario(window=1, num_polls=0, drops=2, prompt=True), 20_000, {0}),
+    "drops in lock step": (Scenario(window=1, num_polls=1, lock_step=True, drops=1, prompt=True), 100_000, {1}),
+    "drops": (Scenario(window=1, num_polls=1, starts=TWO, drops=1, prompt=True), 2_000, {1}),
+    "drops, often": (Scenario(window=1, num_polls=1, starts=TWO, drops=2, prompt=True), 20_000, {1}),
     "death in lock step": (Scenario(window=1, num_polls=1, lock_step=True, deaths=1, prompt=True), 70_000, {1}),
     "death, idle": (Scenario(window=1, num_polls=1, starts=TWO, idle_attempts=1, deaths=1, prompt=True), 25_000, {0, 1}),
     "given up, then again": (

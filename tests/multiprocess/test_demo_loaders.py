@@ -17,7 +17,7 @@ from weightbridge.integrations import dtensor, fsdp
 WORKER = Path(__file__).parent / "loader_worker.py"
 
 
-@pytest.mark.parametrize(("case", "world_size"), [("fsdp", 2), ("fsdp", 3), ("tensor-parallel", 3)])
+@pytest.mark.parametrize(("case", "world_size"), [("fsdp", 3), ("tensor-parallel", 3)])
 def test_each_rank_keeps_its_own_shard(case: str, world_size: int, tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     environ["GLOO_SOCKET_IFNAME"] = "lo"

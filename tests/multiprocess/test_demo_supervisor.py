@@ -56,6 +56,16 @@ def test_messages_come_before_the_exit(tmp_path: Path, environ: dict[str, str]) 
     assert supervisor.log_path("side/0").read_text() == "to the log\n"
 
 
+def test_what_a_child_said_last_is_heard_though_it_is_gone(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightbridge.cli.demo.supervisor._RECV_BYTES", 10)
+    with Supervisor(tmp_path / "logs") as supervisor:
+        supervisor.start("a/0", "child_of_a_test", ["brief"], environ)
+        os.waitid(os.P_PID, supervisor.pid("a/0"), os.WEXITED | os.WNOWAIT)
+        assert supervisor.events() == [("a/0", Phase(text="hello")), ("a/0", Exited(returncode=0))]
+
+
 def test_orders_are_heard_and_the_gone_are_not_told(tmp_path: Path, environ: dict[str, str]) -> None:
     found: list[Event] = []
     with Supervisor(tmp_path / "logs") as supervisor:

@@ -292,17 +292,24 @@ def test_buffers_of_other_dtypes_are_told_apart() -> None:
         "ids": torch.arange(7),
         "flags": torch.tensor([True, False, True]),
         "step": torch.tensor(3),
+        "limits": torch.zeros(4, dtype=torch.int32),
     }
 
     def load(tensors: Tensors) -> None:
         for name, tensor in tensors:
             live[name].copy_(tensor)
         live["flags"].fill_(True)
+        live["limits"].copy_(torch.tensor([0x7FFFFFFF, -1, 5, 5]))  # what elements are filled with before a load
 
-    marked = NamedTensors(live, buffers=["ids", "flags", "step"])
+    marked = NamedTensors(live, buffers=["ids", "flags", "step", "limits"])
     found = probe(spec=SPEC, load_weights=load, tensors=lambda: marked)
     assert dict(found.untouched) == {"ids": 7, "step": 1}
-    assert [(found.live[c.live].name, c.bits) for c in found.constants] == [("flags", 1)]
+    assert [(found.live[c.live].name, c.bits) for c in found.constants] == [
+        ("flags", 1),
+        ("limits", 0x7FFFFFFF),
+        ("limits", 0xFFFFFFFF),
+        ("limits", 5),
+    ]
     assert live["ids"].tolist() == list(range(7))
     assert live["flags"].tolist() == [True, False, True]
 

@@ -17,7 +17,7 @@ from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.errors import ProbeError
 from weightbridge.layout import SourceMap, decode_source_map, encode_source_map, expand
 from weightbridge.probe import NamedTensors, predict, probe
-from weightbridge.probe import live as live_module
+from weightbridge.probe import fields as fields_module
 from weightbridge.probe import observe as observe_module
 from weightbridge.probe import reconstruct as reconstruct_module
 
@@ -182,9 +182,9 @@ def tile_sizes(request: pytest.FixtureRequest) -> Iterable[None]:
     if request.param == "tiny tiles":
         patch.setattr(observe_module, "TILE_NUMEL", 40)
         patch.setattr(reconstruct_module, "_CHUNK_NUMEL", 16)
-        patch.setattr(live_module, "_FLAT_COLS", 32)
-        patch.setattr(live_module, "_MIN_COLS", 4)
-        patch.setattr(live_module, "_MAX_COLS", 64)
+        patch.setattr(fields_module, "_FLAT_COLS", 32)
+        patch.setattr(fields_module, "_MIN_COLS", 4)
+        patch.setattr(fields_module, "_MAX_COLS", 64)
     yield
     patch.undo()
 

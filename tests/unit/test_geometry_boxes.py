@@ -28,7 +28,7 @@ def members(item):
 
 
 @given(st.lists(box, min_size=1, max_size=6), st.lists(box, min_size=1, max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_intersection_and_inside_broadcast(left, right):
     a = tuple(column[:, None] for column in batch(left))
     b = tuple(column[None] for column in batch(right))
@@ -40,7 +40,7 @@ def test_intersection_and_inside_broadcast(left, right):
 
 
 @given(st.lists(box, max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_first_overlap_finds_one_exactly_when_there_is_one(items):
     found = first_overlap(batch(items)) if items else None
     overlapping = {

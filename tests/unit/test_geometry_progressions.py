@@ -21,7 +21,7 @@ def columns(rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, n
 
 
 @given(st.lists(st.tuples(progressions, progressions), min_size=1, max_size=20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_intersection_is_the_common_set(pairs):
     start, step, count = intersection(columns([a for a, _ in pairs]), columns([b for _, b in pairs]))
     for i, (a, b) in enumerate(pairs):
@@ -75,7 +75,7 @@ def test_cut_into_progressions_prefers_few(indices, expected):
 
 
 @given(st.lists(progressions, min_size=1, max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_refine_gives_cells_of_one_membership(rows):
     normal = [(start, step if count > 1 else 1, count) for start, step, count in rows]
     cells = [members(*cell) for cell in zip(*refine(*columns(normal)), strict=True)]

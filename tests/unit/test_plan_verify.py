@@ -223,6 +223,13 @@ def test_a_hop_missing(case):
     case.refused("are missing", hops=case.plan.hops[1:])
 
 
+def test_a_second_copy_from_the_trainer_instead_of_a_hop(case):
+    route, _, _, dst = case.plan.hops[0].tolist()
+    again = case.plan.routes[route : route + 1].copy()
+    again["entry"] = dst
+    case.refused("out of the trainers come twice", routes=np.append(case.plan.routes, again), hops=case.plan.hops[1:])
+
+
 def test_a_hop_twice(case):
     case.refused("twice", hops=np.append(case.plan.hops, case.plan.hops[:1]))
 

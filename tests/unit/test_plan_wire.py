@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from tests.unit.plan_cases import everything, rollout, rows, spec_of, takes, topology, trainer
 
-from weightbridge.errors import PlanError
+from weightbridge.errors import PlanError, UsageError
 from weightbridge.plan import PlanOptions, decode_plan, encode_plan, make_plan, verify_plan
 
 
@@ -36,6 +36,14 @@ def altered(plan, **changes):
     return msgspec.msgpack.encode({**message, **changes})
 
 
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, float("nan"), float("inf")])
+def test_bandwidths_must_be_positive_and_finite(bandwidth):
+    with pytest.raises(UsageError, match="positive and finite"):
+        trainer(0, bandwidth=bandwidth)
+    with pytest.raises(UsageError, match="positive and finite"):
+        topology(trainer(0), node_bandwidth=(("a", bandwidth),))
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -48,6 +56,9 @@ def altered(plan, **changes):
         ({"start": [[-1, -2], b"1234567812345678"]}, "column 'start'"),
         ({"routes": [[1, 40], b"1" * 40]}, "column 'routes'"),
         ({"rounds": 0}, "not positive"),
+        ({"node_bandwidth": [["b", -1.0]]}, "topology makes no sense"),
+        ({"node_bandwidth": [["b", float("nan")]]}, "topology makes no sense"),
+        ({"workers": [["w", "trainer", "a", 0, "engine", 1e9]]}, "topology makes no sense"),
     ],
 )
 def test_damaged_plans_are_refused(job, changes, match):
@@ -71,7 +82,6 @@ def test_a_flipped_byte_never_passes(job):
         broken[at] ^= 0x15
         try:
             back = decode_plan(bytes(broken))
-        except Exception as error:
-            assert type(error).__name__ in ("PlanError", "UsageError")  # noqa: PT017 (either is a refusal)
-        else:
-            assert back.digest == job[2].digest  # only what the digest leaves out: the bounds, which verify_plan proves
+        except PlanError:
+            continue
+        assert back.digest == job[2].digest  # only what the digest leaves out: the bounds, which verify_plan proves

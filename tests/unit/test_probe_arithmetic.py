@@ -17,7 +17,7 @@ from weightbridge.probe.constants import Conflict, RunCollector, Settled, settle
 from weightbridge.probe.difference import Differencer, SparseEntries
 from weightbridge.probe.fields import Field, fields_of, memory_order
 from weightbridge.probe.lattice import Lattice, collapse, copies_of_tensor, dims_of, place_rectangles, split_at_carries
-from weightbridge.probe.reconstruct import Rectangles, rectangles
+from weightbridge.probe.reconstruct import Rectangles, chain_links, rectangles
 
 
 def spec_of(*dtypes: str, numel: int = 1000) -> CheckpointSpec:
@@ -241,6 +241,21 @@ def test_reconstruction_is_exact_for_any_field(chunk: int, monkeypatch: pytest.M
         np.testing.assert_array_equal(rebuilt(rects, rows, cols, prod(moduli)), field)
 
 
+def test_pieces_link_on_one_slope_only() -> None:
+    def links(
+        lengths: list[int], slopes: list[int], between: list[int], follows: list[bool] | None = None
+    ) -> list[bool]:
+        given = [np.array(x) for x in (follows or [True] * len(between), lengths, slopes, between)]
+        return chain_links(*given).tolist()
+
+    assert links([5, 1, 1, 4], [2, 0, 0, 2], [2, 2, 2]) == [True, True, True]
+    assert links([5, 4], [2, 2], [3]) == [False]
+    assert links([5, 4], [2, 2], [2], [False]) == [False]
+    assert links([1, 1], [0, 0], [7]) == [False]  # two points are always in line
+    assert links([1, 1, 1, 1], [0, 0, 0, 0], [7, 7, 3]) == [True, True, False]
+    assert links([5, 1, 4], [2, 0, 3], [2, 3]) == [False, True]  # a single piece cannot bend a chain
+
+
 def test_one_block_is_one_rectangle() -> None:
     moduli = (16253, 16249)
     field = block_field(60, 50, 7, 9, 31, 17, 123456, 4099, 1)
@@ -352,6 +367,17 @@ def test_collapse_of_random_lattices_loses_nothing() -> None:
         assert elements(joined) == elements(given)
         assert len(joined) <= len(given)
         assert all(walks_one_dim_each(x.start, x.axes, (40, 5)) for x in joined)
+
+
+def test_collapse_never_walks_a_diagonal() -> None:
+    dims = {0: dims_of((20, 20))}
+    diagonal = [Lattice(0, i * 21, i, ()) for i in range(9)]
+    assert collapse(diagonal, dims) == diagonal
+    row = [Lattice(0, 200 + i, 9 + i, ()) for i in range(9)]
+    joined = collapse(diagonal + row, dims)
+    assert elements(joined) == elements(diagonal + row)
+    assert all(walks_one_dim_each(x.start, x.axes, (20, 20)) for x in joined)
+    assert len(joined) == 10
 
 
 def lattices_of(field: np.ndarray, shapes: list[tuple[int, ...]]) -> list[Lattice]:
@@ -483,6 +509,16 @@ def test_an_element_that_changes_without_being_a_code_is_a_conflict() -> None:
     found = [observed(r, table, k) for k, r in enumerate(raw)]
     conflict = settle([f[0] for f in found], [f[1] for f in found], table, dtype_named("BF16"), 4, 6)  # type: ignore[misc]
     assert conflict == Conflict(15, 0, 1)
+
+
+def test_bits_that_are_no_code_conflict_with_a_code() -> None:
+    table = code_table(spec_of("BF16"), [])
+    codes = np.empty(24, np.uint16)
+    table.encode(dtype_named("BF16"), 0, 0, codes)
+    raw = [codes.reshape(4, 6), np.zeros((4, 6), np.uint16)]
+    found = [observed(r, table, k) for k, r in enumerate(raw)]
+    conflict = settle([f[0] for f in found], [f[1] for f in found], table, dtype_named("BF16"), 4, 6)  # type: ignore[misc]
+    assert conflict == Conflict(0, 1, 0)
 
 
 def test_untouched_elements_are_told_from_constants() -> None:

@@ -223,7 +223,7 @@ def _split(work: _Work, sizes: list[int], pitches: list[int]) -> list[_Work] | N
             parts = _split_carry(work.pick(carries), i, sizes[d], src // pitches[d], at[carries])
             return parts if carries.all() else [work.pick(~carries), *parts]
         by_dim.setdefault(d, []).append(i)
-    for d, axes in by_dim.items():
+    for axes in by_dim.values():
         if len(axes) == 1:
             continue
         return [_merge_two(work, sorted(axes, key=lambda i: work.axes[i][1]))]

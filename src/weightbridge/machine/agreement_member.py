@@ -17,8 +17,8 @@ What the shell around the machine has to guarantee:
   it (it installs, posts InstallDone, and returns) or when the gate has risen above its count (it returns).
 - The engine holds its step lock from before a poll until after the step that follows, so a poll thread that waits at the
   gate holds it. TryLock never blocks, and its answer's count is read after the attempt.
-- ReadCount and TryLock are answered (CountRead, LockTried) before any other event is handled. All instructions of one
-  `handle` are performed in their order.
+- ReadCount and TryLock, always the last of their tuple, are answered before any other event is handled. All
+  instructions of one `handle` are performed in their order.
 - Every worker of an engine makes the same polls, counted from a common step; while the engine is at rest all counts
   agree. An engine that has no step lock to offer answers LockTried(held=False): it installs at polls only.
 

@@ -10,13 +10,11 @@ A node that has a holder of a class among its own trainers is served inside the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix, vstack
 
 from weightbridge.errors import InternalError
 from weightbridge.plan.plan import ReplicaClass
@@ -108,6 +106,34 @@ class Flow:
     link_dual: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A sparse matrix as triplets."""
+
+    row: Int64Array
+    column: Int64Array
+    value: FloatArray
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> _Rows:
+        columns = np.array(entries, dtype=np.float64).reshape(-1, 3)
+        return cls(columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64), columns[:, 2], shape)
+
+    def widened(self, num_columns: int) -> _Rows:
+        """With more columns, all zero."""
+        return replace(self, shape=(self.shape[0], self.shape[1] + num_columns))
+
+    def above(self, other: _Rows) -> _Rows:
+        """Both, one above the other."""
+        return _Rows(
+            np.concatenate([self.row, other.row + self.shape[0]]),
+            np.concatenate([self.column, other.column]),
+            np.concatenate([self.value, other.value]),
+            (self.shape[0] + other.shape[0], self.shape[1]),
+        )
+
+
 class _Model:
     """Sparse rows over the variables a[c,t], b[c,v] (bytes in units of `unit`) and then T (seconds in units of `time`)."""
 
@@ -122,15 +148,14 @@ class _Model:
         self.enter = [(c, v) for c in self.active for v in net.targets[c]]
         self.num_flows = len(self.leave) + len(self.enter)
 
-    def equalities(self) -> tuple[coo_matrix, FloatArray]:
+    def equalities(self) -> tuple[_Rows, FloatArray]:
         row_of = {c: i for i, c in enumerate(self.active)}
         rows = [2 * row_of[c] for c, _ in self.leave] + [2 * row_of[c] + 1 for c, _ in self.enter]
-        shape = (2 * len(self.active), self.num_flows + 1)
-        matrix = coo_matrix((np.ones(len(rows)), (rows, range(len(rows)))), shape=shape)
+        entries = [(row, column, 1.0) for column, row in enumerate(rows)]
         sizes = np.array([self.net.classes[c].nbytes / self.unit for c in self.active])
-        return matrix, np.repeat(sizes, 2)
+        return _Rows.of(entries, (2 * len(self.active), self.num_flows + 1)), np.repeat(sizes, 2)
 
-    def links(self) -> tuple[coo_matrix, FloatArray]:
+    def links(self) -> tuple[_Rows, FloatArray]:
         """Rows flow - bandwidth * T <= limit, in the order of `Flow.link_dual`."""
         net = self.net
         entries: list[tuple[int, int, float]] = []
@@ -157,10 +182,9 @@ class _Model:
             entries.append((ingress_row[v], column_t, -rate / self.rate))
             limits[ingress_row[v]] = -net.ingress_bytes[v] / self.unit
         entries += [(cap_row[v], column_t, -rate / self.rate) for v, rate in net.caps]
-        rows, columns, values = zip(*entries, strict=True)
-        return coo_matrix((values, (rows, columns)), shape=(len(limits), self.num_flows + 1)), limits
+        return _Rows.of(entries, (len(limits), self.num_flows + 1)), limits
 
-    def balance(self) -> coo_matrix:
+    def balance(self) -> _Rows:
         """Rows over (flows, T, three ratios): load / bandwidth <= ratio * mean, for the second LP.
 
         Ratios: trainers' egress, rollout nodes' forwarding, rollout nodes' first-copy ingress.
@@ -185,16 +209,27 @@ class _Model:
         means = totals / np.array([speed[groups == g].sum() for g in range(3)])
         used = means[groups] > 0
         scale = np.where(used, 1.0 / np.where(used, means[groups] * speed, 1.0), 0.0)
-        flows = coo_matrix((weights * scale[rows], (rows, columns)), shape=(len(speed), n + 1))
-        ratios = coo_matrix((-np.ones(len(speed)), (range(len(speed)), groups)), shape=(len(speed), 3))
-        return _beside(flows, ratios)
+        flows = zip(rows, columns, (weights * scale[rows]).tolist(), strict=True)
+        ratios = zip(range(len(speed)), (n + 1 + groups).tolist(), [-1.0] * len(speed), strict=True)
+        return _Rows.of([*flows, *ratios], (len(speed), n + 4))
 
 
-def _beside(left: coo_matrix, right: coo_matrix) -> coo_matrix:
-    rows = np.concatenate([left.row, right.row])
-    columns = np.concatenate([left.col, right.col + left.shape[1]])
-    shape = (left.shape[0], left.shape[1] + right.shape[1])
-    return coo_matrix((np.concatenate([left.data, right.data]), (rows, columns)), shape=shape)
+def _minimise(
+    cost: FloatArray, at_most: tuple[_Rows, FloatArray], equal: tuple[_Rows, FloatArray], most: FloatArray
+) -> tuple[FloatArray, float, FloatArray]:
+    """Solution, value and multipliers of the <= rows, by HiGHS's dual simplex: interior points double the pairs.
+
+    most: upper bound of each variable; all are non-negative.
+    """
+    from scipy.optimize import linprog  # a second's import that only the one worker that plans needs
+    from scipy.sparse import csr_matrix
+
+    left, right = (csr_matrix((m.value, (m.row, m.column)), shape=m.shape) for m, _ in (at_most, equal))
+    bounds = np.stack([np.zeros_like(most), most], axis=1)
+    found = linprog(cost, A_ub=left, b_ub=at_most[1], A_eq=right, b_eq=equal[1], bounds=bounds, method="highs-ds")
+    if found.status != 0:
+        raise InternalError(f"the routing LP ended with status {found.status}: {found.message}")
+    return found.x, float(found.fun), found.ineqlin.marginals
 
 
 def solve(net: Network) -> Flow:
@@ -204,31 +239,23 @@ def solve(net: Network) -> Flow:
         none: tuple[tuple[tuple[int, float], ...], ...] = tuple(() for _ in net.classes)
         return Flow(seconds=0.0, leave=none, enter=none, link_dual=(0.0,) * num_links)
     model = _Model(net)
+    n = model.num_flows
     equal, sizes = model.equalities()
     links, limits = model.links()
-    cost = np.zeros(model.num_flows + 1)
-    cost[-1] = 1.0
-    first = linprog(cost, A_ub=links.tocsr(), b_ub=limits, A_eq=equal.tocsr(), b_eq=sizes, method="highs-ds")
-    if first.status != 0:
-        raise InternalError(f"the routing LP ended with status {first.status}: {first.message}")
-    best = float(first.fun)
-    empty = coo_matrix((links.shape[0], 3))
-    rows = vstack([_beside(links, empty), model.balance()]).tocsr()
-    bounds = [(0, None)] * model.num_flows + [(0, best * (1 + _SLACK) + 1e-9)] + [(0, None)] * 3
-    second = linprog(
-        np.concatenate([np.zeros(model.num_flows + 1), np.ones(3)]), A_ub=rows,
-        b_ub=np.concatenate([limits, np.zeros(rows.shape[0] - len(limits))]),
-        A_eq=_beside(equal, coo_matrix((equal.shape[0], 3))).tocsr(), b_eq=sizes, bounds=bounds, method="highs-ds",
-    )  # fmt: skip
-    if second.status != 0:
-        raise InternalError(f"the balancing LP ended with status {second.status}: {second.message}")
-    flows = second.x[: model.num_flows] * model.unit
+    cost = np.repeat([0.0, 1.0], [n, 1])
+    _, best, marginals = _minimise(cost, (links, limits), (equal, sizes), np.full(n + 1, np.inf))
+    rows = links.widened(3).above(model.balance())
+    room = np.concatenate([limits, np.zeros(rows.shape[0] - len(limits))])
+    most = np.concatenate([np.full(n, np.inf), [best * (1 + _SLACK) + 1e-9], np.full(3, np.inf)])
+    cost = np.repeat([0.0, 1.0], [n + 1, 3])
+    balanced, _, _ = _minimise(cost, (rows, room), (equal.widened(3), sizes), most)
+    flows = balanced[:n] * model.unit
     return Flow(
         seconds=best * model.time,
         leave=_by_class(net, model.leave, flows[: len(model.leave)]),
         enter=_by_class(net, model.enter, flows[len(model.leave) :]),
-        # minimising, SciPy's marginals of <= rows are negative; per row of seconds they are 1 / bandwidth-like
-        link_dual=tuple((np.maximum(-first.ineqlin.marginals, 0.0) / model.rate).tolist()),
+        # minimising, SciPy's multipliers of <= rows are negative, and bandwidths were in units of `rate`
+        link_dual=tuple((np.maximum(-marginals, 0.0) / model.rate).tolist()),
     )
 
 

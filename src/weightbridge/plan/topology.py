@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from math import inf
 
 from weightbridge.errors import UsageError
 
@@ -36,8 +37,8 @@ class Worker:
     def __post_init__(self) -> None:
         if (self.role is Role.ROLLOUT) != bool(self.engine):
             raise UsageError(f"worker {self.name!r}: a rollout worker has an engine name and a trainer has none")
-        if self.bandwidth <= 0:
-            raise UsageError(f"worker {self.name!r}: bandwidth must be positive, got {self.bandwidth}")
+        if not 0 < self.bandwidth < inf:
+            raise UsageError(f"worker {self.name!r}: bandwidth must be positive and finite, got {self.bandwidth}")
         object.__setattr__(self, "bandwidth", float(self.bandwidth))  # digests print it
 
 
@@ -57,8 +58,8 @@ class Topology:
         if len(set(names)) != len(names):
             raise UsageError(f"worker names must be unique, got {sorted(n for n in names if names.count(n) > 1)} twice")
         for node, bandwidth in self.node_bandwidth:
-            if bandwidth <= 0:
-                raise UsageError(f"node {node!r}: bandwidth must be positive, got {bandwidth}")
+            if not 0 < bandwidth < inf:
+                raise UsageError(f"node {node!r}: bandwidth must be positive and finite, got {bandwidth}")
         object.__setattr__(self, "node_bandwidth", tuple((node, float(rate)) for node, rate in self.node_bandwidth))
 
     @cached_property

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from weightbridge.errors import PlanError
+from weightbridge.errors import PlanError, UsageError
 from weightbridge.plan.plan import HOP, ROUTE, AtomTable, Bounds, Plan, ReplicaClass
 from weightbridge.plan.topology import Role, Topology, Worker
 
@@ -75,6 +75,17 @@ def _unpack(what: str, array: _Array, dtype: np.dtype[np.generic], ndim: int) ->
     return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
 
 
+def _topology(m: _Plan) -> Topology:
+    try:
+        workers = tuple(
+            Worker(name=w.name, role=w.role, node=w.node, rank=w.rank, engine=w.engine, bandwidth=w.bandwidth)
+            for w in m.workers
+        )
+        return Topology(workers=workers, node_bandwidth=m.node_bandwidth)
+    except UsageError as error:
+        raise PlanError(f"the plan's topology makes no sense: {error}") from error
+
+
 def encode_plan(plan: Plan) -> bytes:
     """The plan as bytes. Equal plans give equal bytes."""
     a, b = plan.atoms, plan.bounds
@@ -120,15 +131,11 @@ def decode_plan(data: bytes, *, max_bytes: int = MAX_PLAN_BYTES) -> Plan:
         raise PlanError(
             "the plan's atom columns differ in length, or its rounds, alignment or slot size is not positive"
         )
-    workers = tuple(
-        Worker(name=w.name, role=w.role, node=w.node, rank=w.rank, engine=w.engine, bandwidth=w.bandwidth)
-        for w in m.workers
-    )
     t_min, link_bound, busiest = m.bounds
     plan = Plan(
         epoch=m.epoch,
         spec_digest=m.spec_digest,
-        topology=Topology(workers=workers, node_bandwidth=m.node_bandwidth),
+        topology=_topology(m),
         atoms=AtomTable(**columns),
         classes=tuple(ReplicaClass(holders=c.holders, needers=c.needers, nbytes=c.nbytes) for c in m.classes),
         routes=_unpack("routes", m.routes, ROUTE, 1).copy(),

@@ -24,7 +24,9 @@ __all__ = ["TransportFaultSuite"]
 
 _DEADLINE_SECONDS = 1.0
 _BIG_BYTES = 40 << 20
-_REPEATS = 200  # one post writes the whole memory so many times over: seconds of writing before its tag, on any machine
+_REPEATS = (
+    1000  # one post writes the whole memory so many times over: seconds of writing before its tag, on any machine
+)
 _PATIENCE_SECONDS = 10.0
 
 

@@ -20,6 +20,7 @@ from weightbridge.cli.demo.messages import LineBuffer, Message, Order, encode
 __all__ = ["Event", "Exited", "Supervisor", "how_it_ended"]
 
 _TERM_SECONDS, _POLL_SECONDS = 3.0, 0.1
+_RECV_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class Supervisor:
     def _read(self, name: str) -> Iterable[Event]:
         worker = self._workers[name]
         try:
-            data = worker.channel.recv(1 << 20)
+            data = worker.channel.recv(_RECV_BYTES)
         except OSError:
             data = b""
         if not data:
