@@ -7,9 +7,9 @@ import time
 
 import pytest
 import zmq
-
 from tests.multiprocess import test_session_in_process as session
 from tests.multiprocess import toy_job as toy
+
 from weightbridge.coordinator import Options
 from weightbridge.coordinator.channel import Channel
 from weightbridge.coordinator.hub import Hub
@@ -77,7 +77,16 @@ def test_a_hub_survives_garbage_and_goes_on_serving() -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(job.endpoint)
         sealed = Channel(token=b"", dialler_nonce=b"\0" * 16, hub_nonce=b"\0" * 16, is_hub=False)
-        junk = [b"", b"H", b"H" + b"x" * 15, b"M", b"M" + b"x" * 100, b"C" + b"x" * 16, b"\xff" * 5000, b"H" + b"x" * 16]
+        junk = [
+            b"",
+            b"H",
+            b"H" + b"x" * 15,
+            b"M",
+            b"M" + b"x" * 100,
+            b"C" + b"x" * 16,
+            b"\xff" * 5000,
+            b"H" + b"x" * 16,
+        ]
         junk.append(b"M" + sealed.seal(w.encode(w.SendReady(version=9))))
         while not stop.is_set():
             for frame in junk:
@@ -124,7 +133,13 @@ def test_a_hub_gives_its_port_back() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("window", 0), ("slot_bytes", 0), ("bandwidth", -1.0), ("update_timeout_seconds", 0.0), ("heartbeat_timeout_seconds", 1.5)],
+    [
+        ("window", 0),
+        ("slot_bytes", 0),
+        ("bandwidth", -1.0),
+        ("update_timeout_seconds", 0.0),
+        ("heartbeat_timeout_seconds", 1.5),
+    ],
 )
 def test_options_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(UsageError, match=field):

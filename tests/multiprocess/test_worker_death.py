@@ -12,7 +12,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-
 from tests.multiprocess import death_worker
 
 # One process imports torch, the workers are forked from it: six imports at once would take longer than the test.

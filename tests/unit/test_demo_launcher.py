@@ -113,7 +113,6 @@ def test_silence_ends_and_names_whom_it_waited_for(monkeypatch: pytest.MonkeyPat
 def test_faults_for_workers_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     from tests.unit.test_demo_folder import write_folder
 
-
     folder = write_folder(tmp_path)
     for options, message in (
         (

@@ -281,6 +281,19 @@ def test_an_engine_that_left_is_named_at_the_next_update() -> None:
     assert set(job.failure.causes) == {"b/0"}
 
 
+def test_a_worker_that_is_done_may_leave_while_the_others_finish() -> None:
+    job = Job()
+    job.mute = lambda worker, message: worker == "a/1" and isinstance(message, w.AllowAssemble)
+    job.join_all()
+    job.send(1)
+    job.hear("b/0", w.Goodbye())
+    job.hear("a/1", w.Transferred(version=1, attempt=1))
+    assert job.machine.phase is s.Phase.READY
+    assert job.heard_by("trainer/0", w.Report)
+    job.send(2)
+    assert set(job.failure.causes) == {"b/0"}
+
+
 def test_words_of_an_older_attempt_change_nothing() -> None:
     job = Job().join_all()
     job.send(1)

@@ -362,3 +362,20 @@ def outcome_of(machine_class: type[TransferMachine], seed: int) -> bool:
 )
 def test_a_wrong_machine_is_caught(machine_class: type[TransferMachine], caught: Callable[[int], bool]) -> None:
     assert caught(sum(not outcome_of(machine_class, seed) for seed in range(5)))
+
+
+def test_a_peer_that_has_done_its_part_may_leave() -> None:
+    """Peer 11 is through with a trainer's only round while peer 10 is not: losing 11 changes nothing, losing 10 ends it."""
+    machine = trainer(num_rounds=1)
+    machine.start()
+    feed(machine, PackDone(0), WriteDone(0, "receive", 11))
+    assert feed(machine, PeerLost(11, "left")) == []
+    assert not machine.failed
+    assert feed(machine, PeerLost(10, "killed")) == [Failed(10, "killed")]
+
+
+@pytest.mark.parametrize("lost", [0, 11, 20])
+def test_a_rollout_needs_whom_it_awaits_reads_and_forwards_to(lost: int) -> None:
+    machine = rollout(num_rounds=1)
+    machine.start()
+    assert feed(machine, PeerLost(lost, "killed")) == [Failed(lost, "killed")]

@@ -35,6 +35,7 @@ class StepAgreement:
         self._install_idle = install_idle
         self._install: int | None = None  # request to install on the polling thread; guarded by _changed
         self._connect_requests: set[int] = set()
+        self._ended = False
         self._idle_thread: threading.Thread | None = None
 
     # --- on the polling thread ----------------------------------------------------------------------------------------------
@@ -95,10 +96,14 @@ class StepAgreement:
         self._feed(a.InstallDone(request))
 
     def end(self) -> None:
-        """The session has failed: let go of everything, and make every later poll stop and look."""
+        """The session has failed: every later poll stops and looks; then let go of everything.
+
+        In this order, because an idle install may still be writing when its step lock is released.
+        """
+        self._ended = True
+        self._write_gate(0)
         if self._member.request:
             self._feed(a.Aborted(self._member.request))
-        self._write_gate(0)
 
     def _feed(self, event: a.MemberEvent) -> None:
         for instruction in self._member.handle(event):
@@ -140,6 +145,6 @@ class StepAgreement:
             self._changed.notify_all()
 
     def _write_gate(self, value: int) -> None:
-        self.gate.gate = value
+        self.gate.gate = 0 if self._ended else value
         with self._changed:
             self._changed.notify_all()

@@ -112,6 +112,7 @@ class Executor:
         self._packs: list[Any] = []
         self._assembles: list[Any] = []
         self._early: list[t.Arrived] = []  # tags of an update that this worker has not begun yet
+        self._lost: dict[int, str] = {}  # peers that are gone, and why; each later run is told
         self._last_run: tuple[int, int] = (-1, -1)  # (version, attempt) of the latest run: older tags are stale
         self._closed = False
 
@@ -169,6 +170,8 @@ class Executor:
         early, self._early = self._early, []
         self._last_run = (version, attempt)
         transfer.perform(transfer.machine.start())
+        for peer, cause in self._lost.items():
+            transfer.tell(m.PeerLost(peer, cause))
         for arrived in early:
             self._dispatch(arrived, transfer)
         give_up = time.monotonic() + timeout_seconds
@@ -219,6 +222,7 @@ class Executor:
             case t.WriteDone():
                 transfer.write_done(item)
             case t.PeerLost():
+                self._lost[self._index[item.peer]] = item.cause
                 transfer.tell(m.PeerLost(self._index[item.peer], item.cause))
             case LaneDone():
                 transfer.lane_done(item.event)

@@ -56,8 +56,12 @@ class Tag:
             raise TransportError(f"tag has {len(data)} bytes, expected {_TAG.size}; the peer speaks another protocol")
         session, epoch, version, attempt, round_, kind, stage = _TAG.unpack(data)
         if kind not in Kind._value2member_map_ or stage >= _MAX_STAGES:
-            raise TransportError(f"tag with kind {kind} and stage {stage} is not known; the peer speaks another protocol")
-        return cls(session=session, epoch=epoch, version=version, attempt=attempt, round=round_, kind=Kind(kind), stage=stage)
+            raise TransportError(
+                f"tag with kind {kind} and stage {stage} is not known; the peer speaks another protocol"
+            )
+        return cls(
+            session=session, epoch=epoch, version=version, attempt=attempt, round=round_, kind=Kind(kind), stage=stage
+        )
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

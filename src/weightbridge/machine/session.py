@@ -408,6 +408,8 @@ class SessionMachine:
 
     def _left(self, worker: str) -> None:
         self._gone.add(worker)
+        if self._update is not None and worker in self._update.resumed:
+            return  # it has done its part; the others may finish, and the next update will name it
         if self.phase is not Phase.READY:
             self._fail({worker: f"left while the session was {self.phase.value}"}, "WorkerError")
         elif self._joins[worker].role == "trainer":

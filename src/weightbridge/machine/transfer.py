@@ -117,7 +117,7 @@ class TransferMachine:
     def handle(self, event: Event) -> tuple[Instruction, ...]:
         """What follows from `event`. Nothing follows after Finished or Failed.
 
-        Stale tags are dropped. A tag that the program cannot explain ends the attempt with Failed, naming its sender. A local
+        Stale tags are dropped. A lost peer ends the attempt only while it is needed: the owner must tell the next machine. A tag that the program cannot explain ends the attempt with Failed, naming its sender. A local
         event that answers no instruction is a defect of the caller: InternalError.
         """
         if not self._started:
@@ -125,7 +125,7 @@ class TransferMachine:
         if self.finished or self.failed:
             return ()
         if isinstance(event, PeerLost):
-            return self._fail(event.peer, event.cause)
+            return self._fail(event.peer, event.cause) if self._needs(event.peer) else ()
         if isinstance(event, Arrived):
             tag = event.tag
             if (tag.session, tag.epoch, tag.version, tag.attempt) != self._run:
@@ -201,6 +201,19 @@ class TransferMachine:
         if key in seen:
             raise _ProtocolError(f"sent {what} twice")
         seen.add(key)  # type: ignore[arg-type]
+
+    def _needs(self, peer: int) -> bool:
+        """Whether this attempt still depends on `peer`: one that has done its part may leave while others go on."""
+        rounds = self.program.rounds
+        return (
+            any(key[2] == peer and key not in self._written for key in self._posts)
+            or any(key[2] == peer and key not in self._arrived for key in self._awaited)
+            or any(peer in rounds[k].reads for k in range(self._assemble_round, self._num_rounds))
+            or any(
+                peer in rounds[k].readers and (k, peer) not in self._assembled
+                for k in range(self._release_round, self._num_rounds)
+            )
+        )
 
     def _fail(self, peer: int, cause: str) -> tuple[Instruction, ...]:
         self.failed = True

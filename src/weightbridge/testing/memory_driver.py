@@ -65,7 +65,8 @@ class SegmentCodec(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """death: (worker, n): it stops instead of carrying out its n-th instruction (from 0). announce: all others are told of
-    a death or a failure, each at some later moment; without it they stay with what they wait for.
+    a death, and when one of them fails of it the whole attempt is called off, each at some later moment; without it they
+    stay with what they wait for.
 
     drop_signals, duplicate_signals: which signals, counted from 0 over all workers in the order they are sent, get lost or
     arrive twice.
@@ -117,7 +118,7 @@ class _Seat:
 
     machine: TransferMachine
     lane: deque[_Kernel] = field(default_factory=deque)
-    inbox: deque[Event] = field(default_factory=deque)  # completions and news whose time of delivery is chance
+    inbox: deque[Event | Failed] = field(default_factory=deque)  # completions and news whose time of delivery is chance
     num_instructions: int = 0
     dead: bool = False
     failure: Failed | None = None
@@ -206,6 +207,7 @@ class _Run:
         self.trace: list[tuple[int, Instruction]] = []
         self.num_signals = 0
         self.announced: set[int] = set()
+        self.called_off = False
 
     def run(self) -> Outcome:
         for worker, seat in self.seats.items():
@@ -238,9 +240,13 @@ class _Run:
                 actions.append(lambda p=pair: self._step_channel(p))  # type: ignore[misc]
         return actions
 
-    def _deliver(self, worker: int, event: Event) -> None:
+    def _deliver(self, worker: int, event: Event | Failed) -> None:
         seat = self.seats[worker]
-        if not seat.dead:
+        if seat.dead or seat.failure is not None:
+            return
+        if isinstance(event, Failed):
+            seat.failure = None if seat.machine.finished else event
+        else:
             self._carry_out(worker, seat.machine.handle(event))
 
     def _take_inbox(self, worker: int) -> None:
@@ -271,9 +277,7 @@ class _Run:
                 seat.lane.append(_Kernel(instruction))
             elif isinstance(instruction, Failed):
                 seat.failure = instruction
-                if self.faults.announce and not self.announced:  # later failures are consequences
-                    self._announce(instruction.peer, instruction.cause)
-                    self.seats[instruction.peer].inbox.append(PeerLost(worker, instruction.cause))
+                self._call_off(worker, instruction)
             elif not isinstance(instruction, (Released, Finished)):
                 raise InternalError(f"the driver does not know {instruction}")
 
@@ -294,6 +298,14 @@ class _Run:
             for other, seat in self.seats.items():
                 if other != worker:
                     seat.inbox.append(PeerLost(worker, cause))
+
+    def _call_off(self, worker: int, failed: Failed) -> None:
+        """What a coordinator does when a worker fails: everyone who is not through gives up for the same reason, once."""
+        if self.faults.announce and not self.called_off:
+            self.called_off = True
+            for other, seat in self.seats.items():
+                if other != worker:
+                    seat.inbox.append(failed)
 
     def _signal(self, worker: int, signal: Signal) -> None:
         if signal.tag.kind is Kind.CREDIT:
