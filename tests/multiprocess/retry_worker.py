@@ -1,4 +1,4 @@
-"""One worker of the toy job that, when its session fails, closes it and takes part in a second one. Run by test_stopped_sender.py."""
+"""One worker of the toy job; when its session fails it takes part in a second one. Run by test_stopped_sender.py."""
 
 from __future__ import annotations
 

@@ -95,3 +95,8 @@ def test_the_wire_page_names_every_control_message() -> None:
 def test_the_metrics_page_lists_the_fields_of_a_report() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", _page("reference/metrics.md"), flags=re.MULTILINE)
     assert rows == [f.name for f in dataclasses.fields(weightbridge.UpdateReport)]
+
+
+def test_the_benchmark_page_lists_every_benchmark() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", _page("benchmarks.md"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(f.stem for f in (ROOT / "benchmarks").glob("[!_]*.py"))

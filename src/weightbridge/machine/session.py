@@ -18,8 +18,8 @@ from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
 
 __all__ = [
-    "HUB_WORKER", "Admit", "Joining", "MakePlan", "Phase", "PlanMade", "PlanRefused", "Received", "Refuse", "Send", "SessionEvent",
-    "SessionInstruction", "SessionMachine", "SessionTimeouts", "Tick",
+    "HUB_WORKER", "Admit", "Joining", "MakePlan", "Phase", "PlanMade", "PlanRefused", "Received", "Refuse", "Send",
+    "SessionEvent", "SessionInstruction", "SessionMachine", "SessionTimeouts", "Tick",
 ]  # fmt: skip
 
 LEADER_TICK_SECONDS = 0.2

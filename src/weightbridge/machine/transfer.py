@@ -117,7 +117,8 @@ class TransferMachine:
     def handle(self, event: Event) -> tuple[Instruction, ...]:
         """What follows from `event`. Nothing follows after Finished or Failed.
 
-        Stale tags are dropped. A lost peer ends the attempt only while it is needed: the owner must tell the next machine. A tag that the program cannot explain ends the attempt with Failed, naming its sender. A local
+        Stale tags are dropped. A lost peer ends the attempt only while it is needed, so the owner must tell the next
+        machine of it too. A tag that the program cannot explain ends the attempt with Failed, naming its sender. A local
         event that answers no instruction is a defect of the caller: InternalError.
         """
         if not self._started:
