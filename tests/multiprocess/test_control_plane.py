@@ -56,7 +56,7 @@ def test_a_frame_is_accepted_once() -> None:
 
 
 def test_frames_are_not_accepted_on_another_connection_direction_or_token() -> None:
-    worker, hub = pair()
+    worker, _ = pair()
     _, other_hub = pair()
     frame = worker.seal(b"x")
     with pytest.raises(TransportError):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.options import Group, Options, check_endpoint, rank_and_size
-from weightbridge.coordinator.seat import LoadWeights, Seat, Tensors, seconds_since_epoch
+from weightbridge.coordinator.seat import LoadWeights, OnProgress, Seat, Tensors, seconds_since_epoch
 from weightbridge.coordinator.step_agreement import StepAgreement
 from weightbridge.errors import IncompleteUpdateError, TransferTimeout, UsageError, WeightBridgeError
 
@@ -23,13 +23,15 @@ class ReceiverAdapter:
         self, *, group: Group | tuple[int, int] | None, endpoint: str, checkpoint: CheckpointSpec, load_weights: LoadWeights,
         tensors: Tensors, engine: str, node: str = "", options: Options | None = None,
         before_update_hook: Callable[[int], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:  # fmt: skip
         """group: of the workers of this engine, or (rank, size); asked for rank and size only.
 
         endpoint: the sender's. load_weights: the engine's own, as a function of an iterable of (checkpoint name, full
         tensor). tensors: its live tensors by name. engine: this engine's name, unique in the job. node: name of this
         machine, default the engine's name. before_update_hook(version): runs on the worker's thread when the
-        engine stands still, before weights are overwritten: the place to drop caches that belong to the old weights.
+        engine stands still, before weights are overwritten: the place to drop caches that belong to the old weights. on_progress: told of
+        each load while this worker is probed.
         """
         self._options = options or Options()
         check_endpoint(endpoint, self._options.token)
@@ -43,6 +45,7 @@ class ReceiverAdapter:
             role="rollout", engine=engine, rank=rank, size=size, node=node or engine, endpoint=endpoint, checkpoint=checkpoint,
             load_weights=load_weights, tensors=tensors, options=self._options,
             hear=lambda message: self._agreement.hear(message), failed=lambda _: self._agreement.end(),
+            on_progress=on_progress,
         )  # fmt: skip
         self._agreement = StepAgreement(
             window=self._options.window, idle_install=self._options.idle_install, changed=self._seat.changed,

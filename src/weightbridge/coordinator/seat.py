@@ -27,10 +27,12 @@ from weightbridge.machine import messages as w
 from weightbridge.machine.session import HUB_WORKER
 from weightbridge.probe import ProbeOptions, live_tensors, probe
 
-__all__ = ["LoadWeights", "Seat", "Tensors", "seconds_since_epoch"]
+__all__ = ["LoadWeights", "OnProgress", "Seat", "Tensors", "seconds_since_epoch"]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Tensors = Callable[[], Mapping[str, torch.Tensor]]
+OnProgress = Callable[[str, int, int], None]
+"""Called with (what was done, steps done, steps in all) on the worker's own thread."""
 
 _VERDICT_SECONDS = 5.0  # how long a worker that lost a peer waits for the hub to say what happened
 _GRACE_SECONDS = 10.0  # beyond the hub's own deadlines
@@ -66,6 +68,7 @@ class Seat:
         self, *, role: str, engine: str, rank: int, size: int, node: str, endpoint: str, checkpoint: CheckpointSpec,
         load_weights: LoadWeights, tensors: Tensors, options: Options,
         hear: Callable[[w.Message], None] | None = None, failed: Callable[[WeightBridgeError], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:  # fmt: skip
         self.name = f"{engine or role}/{rank}"
         self.options = options
@@ -75,6 +78,7 @@ class Seat:
         self._tensors = tensors
         self._hear = hear
         self._on_failed = failed
+        self._on_progress = on_progress
         self._source_map: SourceMap | None = None
         self._session = 0
         self.stalled_at = 0.0  # when this worker last stopped computing for an update; written by its own thread
@@ -143,6 +147,7 @@ class Seat:
         try:
             source_map = probe(
                 spec=self._spec, load_weights=self._load_weights, tensors=self._tensors, dtypes=dtypes,
+                progress=self._on_progress,
                 options=ProbeOptions(
                     backup=self.options.backup_weights,
                     expected_untouched=self.options.expected_untouched,

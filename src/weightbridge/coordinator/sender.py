@@ -9,7 +9,7 @@ from types import MappingProxyType
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.hub import Hub
 from weightbridge.coordinator.options import Group, Options, check_endpoint, rank_and_size
-from weightbridge.coordinator.seat import LoadWeights, Seat, Tensors, seconds_since_epoch
+from weightbridge.coordinator.seat import LoadWeights, OnProgress, Seat, Tensors, seconds_since_epoch
 from weightbridge.errors import UsageError
 from weightbridge.plan import Plan, PlanFacts
 
@@ -73,6 +73,7 @@ class SenderAdapter:
     def __init__(
         self, *, group: Group | tuple[int, int] | None, endpoint: str, checkpoint: CheckpointSpec, load_weights: LoadWeights,
         tensors: Tensors, engines: Sequence[str], node: str = "trainers", options: Options | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:  # fmt: skip
         """group: a torch process group of the trainers (any backend), or (rank, size); asked for nothing else.
 
@@ -80,6 +81,7 @@ class SenderAdapter:
         iterable of (checkpoint name, full tensor) and puts the values where this worker keeps them; used at connect
         only, to learn the layout. tensors: the live tensors by name, asked again for each update. engines: names of the
         engines that have to join. node: name of this machine; workers that give the same name share memory.
+        on_progress: told of each load while this worker is probed.
         """
         self._options = options or Options()
         check_endpoint(endpoint, self._options.token)
@@ -92,6 +94,7 @@ class SenderAdapter:
         self._load_weights = load_weights
         self._tensors = tensors
         self._node = node
+        self._on_progress = on_progress
         self._hub: Hub | None = None
         self._seat: Seat | None = None
         self._connected = False
@@ -114,6 +117,7 @@ class SenderAdapter:
         self._seat = Seat(
             role="trainer", engine="", rank=self._rank, size=self._size, node=self._node, endpoint=self._endpoint,
             checkpoint=self._checkpoint, load_weights=self._load_weights, tensors=self._tensors, options=self._options,
+            on_progress=self._on_progress,
         )  # fmt: skip
         self._seat.start()
         self._seat.run_probe()
