@@ -12,7 +12,7 @@ background=""
 trap '[ -z "$background" ] || kill "$background" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 
 inside=() processes=()
-for folder in unit properties conformance faults gpu; do [ ! -d "tests/$folder" ] || inside+=("tests/$folder"); done
+for folder in unit repository properties conformance faults gpu; do [ ! -d "tests/$folder" ] || inside+=("tests/$folder"); done
 for folder in multiprocess; do [ ! -d "tests/$folder" ] || processes+=("tests/$folder"); done
 
 options=(--cov --cov-report= "$@")

@@ -33,7 +33,7 @@ def test_each_rank_keeps_its_own_shard(case: str, world_size: int, tmp_path: Pat
     ]
     try:
         for process in ranks:
-            output, _ = process.communicate(timeout=50)
+            output, _ = process.communicate(timeout=150)
             assert process.returncode == 0, output
     finally:
         for process in ranks:

@@ -29,9 +29,9 @@ class ReceiverAdapter:
 
         endpoint: the sender's. load_weights: the engine's own, as a function of an iterable of (checkpoint name, full
         tensor). tensors: its live tensors by name. engine: this engine's name, unique in the job. node: name of this
-        machine, default the engine's name. before_update_hook(version): runs on the worker's thread when the
-        engine stands still, before weights are overwritten: the place to drop caches that belong to the old weights. on_progress: told of
-        each load while this worker is probed.
+        machine, default the engine's name. before_update_hook(version): runs on the worker's thread when the engine
+        stands still, before weights are overwritten: the place to drop caches that belong to the old weights.
+        on_progress: told of each load while this worker is probed.
         """
         self._options = options or Options()
         check_endpoint(endpoint, self._options.token)
