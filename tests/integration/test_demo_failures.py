@@ -54,8 +54,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nobody_left() -> Iterator[None]:
-    """No worker of a demo that this test started outlives it."""
+def nobody_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No worker of a demo that this test started outlives it; logs of failures go where pytest clears up."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     yield
     deadline = time.monotonic() + 5
     while (left := _workers_of_mine()) and time.monotonic() < deadline:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
-def demo(*options: str) -> tuple[int, dict[str, Any], str]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+def demo(scratch: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    environ = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
         [sys.executable, "-m", "weightbridge.cli.main", "demo", "--json", *options],
         capture_output=True,
@@ -26,8 +27,8 @@ def demo(*options: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-def test_every_version_is_proven_and_the_answer_changes() -> None:
-    status, document, text = demo()
+def test_every_version_is_proven_and_the_answer_changes(tmp_path: Path) -> None:
+    status, document, text = demo(tmp_path)
     assert status == 0, text
     assert document["all_verified"]
     assert document["passed"]
@@ -51,9 +52,9 @@ def test_every_version_is_proven_and_the_answer_changes() -> None:
 
 
 @pytest.mark.parametrize("victim", ["trainer/0", "tp3/1"])
-def test_a_death_in_the_middle_of_a_transfer(victim: str) -> None:
+def test_a_death_in_the_middle_of_a_transfer(victim: str, tmp_path: Path) -> None:
     """269 MB take more than a second here, so the worker dies while bytes are under way."""
-    status, document, _ = demo("--fail", f"kill:{victim}@version=1,after=0.4")
+    status, document, _ = demo(tmp_path, "--fail", f"kill:{victim}@version=1,after=0.4")
     assert status == 1
     assert document["error"]["dead"] == [victim]
     causes = document["error"]["causes"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from tests.unit.demo_cases import ANSWERS, config, messages_of_a_good_run
+from tests.unit.demo_cases import ANSWERS, config, messages_of_a_good_run, write_folder
 
 from weightbridge.cli.demo import launcher
 from weightbridge.cli.demo.config import Fault
@@ -111,7 +111,6 @@ def test_silence_ends_and_names_whom_it_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_faults_for_workers_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    from tests.unit.test_demo_folder import write_folder
 
     folder = write_folder(tmp_path)
     for options, message in (
@@ -123,3 +122,13 @@ def test_faults_for_workers_that_do_not_exist_are_refused(tmp_path: Path) -> Non
     ):
         with pytest.raises(UsageError, match=message):
             launcher.run_demo(options, Observer())
+
+
+def test_missing_packages_are_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "find_spec", lambda name: None if name in {"gguf", "transformers"} else object())
+    monkeypatch.setenv("WEIGHTBRIDGE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match=r"packages transformers, gguf, which .*\[demo\]"):
+        launcher.run_demo(DemoOptions(), Observer())
+    with pytest.raises(UsageError, match=r"the package transformers, which"):
+        launcher.run_demo(DemoOptions(checkpoint=write_folder(tmp_path / "model")), Observer())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]

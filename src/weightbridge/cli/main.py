@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from weightbridge import __version__
-from weightbridge.cli.demo.config import Fault, parse_fault
+from weightbridge.cli.demo.config import parse_fault
 from weightbridge.cli.demo.display import Display
 from weightbridge.cli.demo.document import failure_document, result_document
 from weightbridge.cli.demo.launcher import (
@@ -84,10 +85,9 @@ def demo(
     loader_wants: Annotated[str, typer.Option(hidden=True, help="For tests: a tensor the loader insists on.")] = "",
 ) -> None:
     """Train real weights, send every version to two rollout engines while they generate, and prove the result."""
-    console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        options = DemoOptions(
+
+    def options() -> DemoOptions:
+        return DemoOptions(
             checkpoint=checkpoint,
             steps=steps,
             learning_rate=learning_rate,
@@ -101,25 +101,29 @@ def demo(
             connect_timeout_seconds=connect_timeout,
             update_timeout_seconds=update_timeout,
             debug=debug,
-            fault=_fault(fail),
+            fault=None if fail is None else parse_fault(fail),
             engine_missing=engine_missing,
             loader_wants=loader_wants,
         )
+
+    raise typer.Exit(_run_demo(options, as_json=as_json, debug=debug))
+
+
+def _run_demo(options: Callable[[], DemoOptions], *, as_json: bool, debug: bool) -> int:
+    """Run, show, and say how it ended: the exit status."""
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
         with Display(console) as display:
-            result = run_demo(options, display)
+            result = run_demo(options(), display)
     except WeightBridgeError as error:
-        raise typer.Exit(_report_failure(console, error, as_json=as_json, debug=debug)) from None
+        return _report_failure(console, error, as_json=as_json, debug=debug)
     except KeyboardInterrupt:
         console.print("interrupted; every process of the demo has ended")
-        raise typer.Exit(INTERRUPTED) from None
+        return INTERRUPTED
     if as_json:
         typer.echo(json.dumps(result_document(result), indent=2, ensure_ascii=False))
-    if not result.verdict.passed:
-        raise typer.Exit(FAILURE)
-
-
-def _fault(text: str | None) -> Fault | None:
-    return None if text is None else parse_fault(text)
+    return 0 if result.verdict.passed else FAILURE
 
 
 def _as_interrupt(_signum: int, _frame: FrameType | None) -> None:

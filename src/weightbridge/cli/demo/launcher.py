@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from weightbridge.cli.demo.config import DemoConfig, EngineConfig, Fault
 from weightbridge.cli.demo.folder import CheckpointFolder, choose_tensor_parallel, inspect_folder
 from weightbridge.cli.demo.messages import Compare, Failed, Progress, Stop
-from weightbridge.cli.demo.prepare import MODEL_NAME, cache_dir, prepare_checkpoint
+from weightbridge.cli.demo.prepare import MODEL_NAME, cache_dir, cached_checkpoint, prepare_checkpoint
 from weightbridge.cli.demo.record import DemoRecord
 from weightbridge.cli.demo.supervisor import Event, Exited, Supervisor, how_it_ended
 from weightbridge.cli.demo.verdict import Verdict, judge
@@ -110,11 +112,12 @@ def run_demo(options: DemoOptions, observer: Observer) -> DemoResult:
     """
     clock = _Clock()
     _check_options(options)
-    checkpoint = options.checkpoint or prepare_checkpoint(cache_dir(), observer.progress)
+    checkpoint = options.checkpoint or _own_checkpoint(observer)
     name = MODEL_NAME if options.checkpoint is None else checkpoint.resolve().name
     folder = inspect_folder(checkpoint)
     degree = choose_tensor_parallel(folder.dims, options.tensor_parallel)
     port = _port(options.port)
+    _require_packages("transformers")
     work_dir = Path(tempfile.mkdtemp(prefix="weightbridge-demo-"))
     try:
         config = _config(options, folder, degree, port, work_dir)
@@ -130,6 +133,24 @@ def run_demo(options: DemoOptions, observer: Observer) -> DemoResult:
         raise
     shutil.rmtree(work_dir, ignore_errors=True)
     return result
+
+
+def _own_checkpoint(observer: Observer) -> Path:
+    found = cached_checkpoint(cache_dir())
+    if found is None:
+        _require_packages("pip", "transformers", "gguf", "accelerate")
+        found = prepare_checkpoint(cache_dir(), observer.progress)
+    return found
+
+
+def _require_packages(*names: str) -> None:
+    """Raise UsageError for those that this interpreter lacks. Looks for them without importing any."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"the demo needs the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}, which {sys.executable} "
+            f"lacks; install weightbridge-rl[demo] into it"
+        )
 
 
 class _Clock:

