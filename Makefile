@@ -8,7 +8,7 @@ PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
 # Lowest line coverage `make test` accepts, in percent, of what runs inside the test processes.
-COVERAGE_FLOOR ?= 70
+COVERAGE_FLOOR ?= 80
 
 STAMP := $(VENV)/.installed
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/constraints.txt $(wildcard setup.py) \

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# test.sh PYTHON FLOOR [PYTEST_ARGS...]: all tests but the integration ones, as two pytest runs side by side (the tests that
-# start processes mostly wait), and the line coverage of both together. The floor holds for whole runs, without arguments.
+# test.sh PYTHON FLOOR [PYTEST_ARGS...]: all tests but the integration ones, as two lanes side by side (the tests that start
+# processes mostly wait), and the line coverage of what ran under it. The model checker and the random jobs run without:
+# coverage would double their time and add next to no line. The floor holds for whole runs, without arguments.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="$1" floor="$2"
@@ -11,33 +12,33 @@ scratch="$(mktemp -d)"
 background=""
 trap '[ -z "$background" ] || kill "$background" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 
-inside=() processes=()
-for folder in unit repository properties conformance faults gpu; do [ ! -d "tests/$folder" ] || inside+=("tests/$folder"); done
-for folder in multiprocess; do [ ! -d "tests/$folder" ] || processes+=("tests/$folder"); done
-
-options=(--cov --cov-report= "$@")
-if [ "${#processes[@]}" -gt 0 ]; then
-    COVERAGE_FILE="$scratch/processes" "$python" -m pytest "${processes[@]}" -o cache_dir=.pytest_cache/processes \
-        "${options[@]}" >"$scratch/output" 2>&1 &
-    background=$!
-fi
-inside_status=0 processes_status=0
-COVERAGE_FILE="$scratch/inside" "$python" -m pytest "${inside[@]}" -o cache_dir=.pytest_cache/inside \
-    "${options[@]}" || inside_status=$?
-if [ -n "$background" ]; then
-    echo "--- the tests that start processes ran meanwhile:"
-    wait "$background" || processes_status=$?
-    background=""
-    cat "$scratch/output"
-fi
-for status in "$inside_status" "$processes_status"; do
+# run LANE COVERED FOLDER... -- PYTEST_ARGS...: one pytest run over those of the folders that exist.
+run() {
+    local lane="$1" covered="$2" folders=() options=()
+    shift 2
+    while [ "$1" != "--" ]; do [ ! -d "tests/$1" ] || folders+=("tests/$1"); shift; done
+    shift
+    [ "${#folders[@]}" -gt 0 ] || return 0
+    [ "$covered" = no ] || options=(--cov --cov-report=)
+    local status=0
+    COVERAGE_FILE="$scratch/data-$lane" "$python" -m pytest "${folders[@]}" -o cache_dir=".pytest_cache/$lane" \
+        "${options[@]}" "$@" || status=$?
     # 5: no test was selected, which is no failure where arguments select.
-    if [ "$status" -ne 0 ] && ! { [ "$status" -eq 5 ] && [ $# -gt 0 ]; }; then exit 1; fi
-done
+    [ "$status" -eq 5 ] && [ $# -gt 0 ] || return "$status"
+}
 
-data=()
-for name in inside processes; do [ ! -f "$scratch/$name" ] || data+=("$scratch/$name"); done
-export COVERAGE_FILE="$scratch/both"
+run processes yes multiprocess -- "$@" >"$scratch/output" 2>&1 &
+background=$!
+inside=0 random=0 processes=0
+run inside yes unit repository conformance gpu -- "$@" || inside=$?
+run random no properties faults -- "$@" || random=$?
+echo "--- the tests that start processes ran meanwhile:"
+wait "$background" || processes=$?
+background=""
+cat "$scratch/output"
+if [ $((inside + random + processes)) -ne 0 ]; then exit 1; fi
+
 if [ $# -gt 0 ]; then floor=0; fi
-"$python" -m coverage combine --quiet "${data[@]}"
+export COVERAGE_FILE="$scratch/both"
+"$python" -m coverage combine --quiet "$scratch"/data-*
 "$python" -m coverage report --skip-covered --fail-under="$floor"

@@ -1,6 +1,6 @@
 """The public names are pinned: a change of one shows as a change of public_names.txt.
 
-Write the file anew with `python tests/unit/test_public_names.py`.
+Write the file anew with `python tests/repository/test_public_names.py`.
 """
 
 from __future__ import annotations
