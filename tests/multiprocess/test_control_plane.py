@@ -108,6 +108,40 @@ def test_a_hub_survives_garbage_and_goes_on_serving() -> None:
     assert job.wrong == []
 
 
+def test_hellos_that_were_said_before_the_hub_listened_count_as_one() -> None:
+    """A dialler repeats its hello until it is answered, and makes its keys from the first answer."""
+    endpoint = session.free_endpoint()
+    spec = toy.checkpoint_spec()
+    nonce = Channel.nonce()
+    dialler = zmq.Context.instance().socket(zmq.DEALER)
+    dialler.setsockopt(zmq.LINGER, 0)
+    dialler.connect(endpoint)
+    for _ in range(3):
+        dialler.send(b"H" + nonce)
+    hub = Hub(endpoint=endpoint, spec=spec, num_trainers=1, engines=("a",), options=Options())
+    try:
+        answers = [receive(dialler) for _ in range(3)]
+        assert len(set(answers)) == 1
+        channel = Channel(token=b"", dialler_nonce=nonce, hub_nonce=answers[0][1:], is_hub=False)
+        join = w.Join(
+            protocol=w.PROTOCOL_VERSION, worker="trainer/0", role="trainer", engine="", rank=0, size=1, node="n",
+            bandwidth=1.0, spec_digest=spec.digest, dtypes=("F32",),
+        )  # fmt: skip
+        dialler.send(b"M" + channel.seal(w.encode(join)))
+        assert isinstance(w.decode(channel.open(receive(dialler)[1:])), w.Welcome)
+        dialler.send(b"H" + nonce)  # admitted: it cannot start over
+        dialler.send(b"M" + channel.seal(w.encode(w.Heartbeat())))
+        assert isinstance(w.decode(channel.open(receive(dialler)[1:])), w.Heartbeat)
+    finally:
+        dialler.close(0)
+        hub.close()
+
+
+def receive(socket: zmq.Socket[bytes]) -> bytes:
+    assert socket.poll(5000), "no answer"
+    return socket.recv()
+
+
 def test_a_job_with_a_token_runs() -> None:
     options = Options(
         token=b"a shared secret", slot_bytes=24576, connect_timeout_seconds=20, update_timeout_seconds=15,

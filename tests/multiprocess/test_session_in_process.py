@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -74,11 +75,11 @@ class Job:
         self.installed: dict[str, list[int]] = {}
         self.installed_at_poll: dict[str, list[int]] = {}
         self.hooked: dict[str, list[int]] = {}
-        self.mismatches: list[str] = []
+        self.nodes = {"tp": "tp", "solo": "solo"}  # engine -> node
         self.stop = threading.Event()
         self.wrong: list[str] = []
 
-    def trainer(self, rank: int, load: Callable[[toy.TrainerShard], object] | None = None) -> None:
+    def trainer(self, rank: int) -> None:
         shard = toy.TrainerShard(self.spec, rank, 2)
         sender = SenderAdapter(
             group=(rank, 2), endpoint=self.endpoint, checkpoint=self.spec, load_weights=shard.load_weights,
@@ -104,26 +105,33 @@ class Job:
         self.installed[name], self.installed_at_poll[name], self.hooked[name] = [], [], []
         receiver = ReceiverAdapter(
             group=(rank, ENGINES[engine]), endpoint=self.endpoint, checkpoint=self.spec, load_weights=worker.load_weights,
-            tensors=worker.tensors, engine=engine, options=self.options, before_update_hook=self.hooked[name].append,
+            tensors=worker.tensors, engine=engine, node=self.nodes[engine], options=self.options,
+            before_update_hook=self.hooked[name].append,
         )  # fmt: skip
-        seen = -1
         polls = 0
         try:
             while not self.stop.is_set():
                 updated = receiver.poll_requests() if poll is None else poll(receiver)
                 polls += 1
-                if receiver.version != seen:
-                    seen = receiver.version
-                    self.installed[name].append(seen)
-                    self.installed_at_poll[name].append(polls)
-                    expected = toy.engine_worker(self.spec, engine, rank)
-                    expected.load_weights(iter(toy.rounded(self.spec, seen).items()))
-                    self.wrong += [f"{name} v{seen} {bad}" for bad in toy.same_bytes(expected.live, worker.live)]
-                elif updated:
-                    self.wrong.append(f"{name} said it was updated and holds {seen}")
+                # Who reads weights of an engine that may be updated while idle holds its step lock.
+                with receiver._agreement.step_lock if self.options.idle_install else nullcontext():
+                    self._look(receiver, worker, name, polls, updated)
                 time.sleep(0.001 * (1 + rank))
         finally:
             receiver.close()
+
+    def _look(self, receiver: ReceiverAdapter, worker: Any, name: str, polls: int, updated: bool) -> None:
+        """After a poll: note a new version, and whether every live byte is that version's."""
+        seen = receiver.version
+        if seen == (self.installed[name] or [-1])[-1]:
+            self.wrong += [f"{name} said it was updated and holds {seen}"] if updated else []
+            return
+        self.installed[name].append(seen)
+        self.installed_at_poll[name].append(polls)
+        engine, rank = name.split("/")
+        expected = toy.engine_worker(self.spec, engine, int(rank))
+        expected.load_weights(iter(toy.rounded(self.spec, seen).items()))
+        self.wrong += [f"{name} v{seen} {bad}" for bad in toy.same_bytes(expected.live, worker.live)]
 
     @contextmanager
     def running(self, **pollers: Callable[[ReceiverAdapter], bool]) -> Iterator[dict[str, Worker]]:
@@ -160,6 +168,20 @@ def test_three_versions_arrive_bit_for_bit() -> None:
         assert 0 < report.agst_seconds <= report.ewtt_seconds
     left = {t.name for t in threading.enumerate()} - before
     assert not {name for name in left if name.startswith("wb-")}
+
+
+def test_an_engine_beside_the_trainers_costs_no_network_bytes() -> None:
+    job = Job(versions=2)
+    job.nodes["solo"] = "trainers"
+    with job.running() as workers:
+        for rank in range(2):
+            workers[f"trainer/{rank}"].join(60)
+    assert [w.error for w in workers.values()] == [None] * 6
+    assert job.wrong == []
+    for report in job.reports:
+        assert report.network_bytes["solo/0"] == (0, 0)
+        into_tp = sum(report.network_bytes[f"tp/{r}"][1] for r in range(toy.TP))
+        assert job.spec.nbytes < into_tp < 2 * job.spec.nbytes  # one copy, and the headers of a very small job
 
 
 def test_an_idle_engine_is_probed_and_updated_without_a_poll() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zmq
 
@@ -27,6 +28,16 @@ __all__ = ["Hub"]
 
 _TICK_SECONDS = 0.05
 _LINGER_MS = 2000
+_MAX_GUESTS = 4096  # strangers cost memory: beyond this the oldest is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """A connection that has said hello and has not been admitted."""
+
+    dialler_nonce: bytes
+    hub_nonce: bytes
+    channel: Channel
 
 
 class Hub:
@@ -61,7 +72,7 @@ class Hub:
             timeouts=timeouts, now=time.monotonic(),
         )  # fmt: skip
         self._channels: dict[bytes, Channel] = {}
-        self._hellos: dict[bytes, tuple[bytes, bytes]] = {}  # connection -> nonces its channel was made from
+        self._guests: dict[bytes, _Guest] = {}  # said hello and have not joined, oldest first
         self._workers: dict[bytes, str] = {}
         self._connections: dict[str, bytes] = {}
         self._done: queue.SimpleQueue[s.SessionEvent] = queue.SimpleQueue()
@@ -104,27 +115,37 @@ class Hub:
     def _frame(self, connection: bytes, frame: bytes) -> None:
         kind, body = frame[:1], frame[1:]
         if kind == b"H" and len(body) == NONCE_BYTES:
-            if connection in self._workers:
-                return  # an admitted connection never starts over: its nonces are spent
-            dialler_nonce, nonce = self._hellos.get(connection, (b"", b""))
-            if dialler_nonce != body or connection not in self._channels:
-                nonce = Channel.nonce()
-                self._hellos[connection] = (body, nonce)
-                self._channels[connection] = Channel(
-                    token=self._options.token, dialler_nonce=body, hub_nonce=nonce, is_hub=True
-                )
-            # A dialler that came before the hub has said hello more than once; each gets the same answer, since it has
-            # made its keys from the first.
-            self._socket.send_multipart([connection, b"C" + nonce])
-        elif kind == b"M" and connection in self._channels:
-            try:
-                message = w.decode(self._channels[connection].open(body))
-            except TransportError:
-                if connection not in self._workers:
-                    del self._channels[connection]
-                    self._socket.send_multipart([connection, b"X"])
-                return
-            self._message(connection, message)
+            self._hello(connection, body)
+            return
+        channel = self._channel(connection)
+        if kind != b"M" or channel is None:
+            return
+        try:
+            message = w.decode(channel.open(body))
+        except TransportError:
+            if self._guests.pop(connection, None) is not None:
+                self._socket.send_multipart([connection, b"X"])
+            return
+        self._message(connection, message)
+
+    def _hello(self, connection: bytes, dialler_nonce: bytes) -> None:
+        """Answer with the hub's nonce. An admitted connection never starts over: its nonces are spent."""
+        if connection in self._workers:
+            return
+        guest = self._guests.get(connection)
+        # A dialler that came before the hub has said hello more than once; each gets the same answer, since it has made
+        # its keys from the first.
+        if guest is None or guest.dialler_nonce != dialler_nonce:
+            if len(self._guests) >= _MAX_GUESTS:
+                del self._guests[next(iter(self._guests))]
+            nonce = Channel.nonce()
+            channel = Channel(token=self._options.token, dialler_nonce=dialler_nonce, hub_nonce=nonce, is_hub=True)
+            guest = self._guests[connection] = _Guest(dialler_nonce, nonce, channel)
+        self._socket.send_multipart([connection, b"C" + guest.hub_nonce])
+
+    def _channel(self, connection: bytes) -> Channel | None:
+        guest = self._guests.get(connection)
+        return guest.channel if guest is not None else self._channels.get(connection)
 
     def _message(self, connection: bytes, message: w.Message) -> None:
         worker = self._workers.get(connection)
@@ -139,6 +160,7 @@ class Hub:
                 case s.Send(worker=worker, message=message):
                     self._send(self._connections[worker], message)
                 case s.Admit(connection=connection, worker=worker, message=welcome):
+                    self._channels[connection] = self._guests.pop(connection).channel
                     self._workers[connection] = worker
                     self._connections[worker] = connection
                     self._send(connection, welcome)
@@ -158,6 +180,7 @@ class Hub:
             self._done.put(s.PlanRefused("InternalError", f"planning failed: {type(error).__name__}: {error}"))
 
     def _send(self, connection: bytes, message: w.Message) -> None:
-        with suppress(zmq.Again):
-            sealed = self._channels[connection].seal(w.encode(message))
-            self._socket.send_multipart([connection, b"M" + sealed], zmq.NOBLOCK)
+        channel = self._channel(connection)
+        if channel is not None:
+            with suppress(zmq.Again):
+                self._socket.send_multipart([connection, b"M" + channel.seal(w.encode(message))], zmq.NOBLOCK)

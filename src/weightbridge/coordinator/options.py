@@ -44,7 +44,7 @@ class Options:
     data_host: str = "127.0.0.1"
     bandwidth: float = 1.25e9
     slot_bytes: int = 32 << 20
-    window: int = 4
+    window: int = 2
     idle_install: bool = False
     kernels: str | None = None
     expected_untouched: frozenset[str] = frozenset()

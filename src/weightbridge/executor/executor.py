@@ -108,6 +108,7 @@ class Executor:
         self._lane = KernelLane(self._events, f"wb-kernels-{self._me.name}")
         self._peer_transport: dict[int, t.Transport] = {}
         self._peer_slots: dict[int, tuple[SlotSpec, ...]] = {}
+        self._dense_writes: list[list[npt.NDArray[np.int64]]] = []  # by round and post
         self._bound_to: tuple[Buffer, ...] | None = None
         self._packs: list[Any] = []
         self._assembles: list[Any] = []
@@ -142,6 +143,10 @@ class Executor:
             with ThreadPoolExecutor(min(_CONNECT_THREADS, len(self._program.peers))) as pool:
                 for _ in pool.map(join, self._program.peers):
                     pass
+        self._dense_writes = [
+            [_merged(self._writes(k, post, post.segments["capacity_bytes"])) for post in round_.posts]
+            for k, round_ in enumerate(self._program.rounds)
+        ]
 
     def bind(self, live: Sequence[Buffer]) -> None:
         """Bind pack and assemble tables to the live tensors' memory (order of SourceMap.live). Cheap when unchanged."""
@@ -257,6 +262,14 @@ class Executor:
         begin = self._program.slot(stage).offset(round_) + offset
         return self._memory.array[begin : begin + nbytes]
 
+    def _writes(self, round_: int, post: Post, nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[N, 3] (offset in the own arena, offset in the peer's, bytes) of a post whose segments are `nbytes` long."""
+        remote = _slot_of(self._peer_slots[post.peer], post.stage, self._workers[post.peer].name)
+        local = post.segments["local_offset"] + self._program.slot(post.source).offset(round_)
+        return np.stack([local, post.segments["remote_offset"] + remote.offset(round_), nbytes], axis=1).astype(
+            np.int64
+        )
+
     def _timeout(self, machine: TransferMachine, seconds: float) -> TransferTimeout:
         waiting = [(self._workers[peer].name, what) for peer, what in machine.waiting_for()]
         who = "; ".join(f"{what} from {name}" for name, what in waiting) or "its own kernels or the engines' agreement"
@@ -272,6 +285,17 @@ def _slot_of(slots: Sequence[SlotSpec], stage: str, owner: str) -> SlotSpec:
         if slot.stage == stage:
             return slot
     raise UsageError(f"{owner} has no slot {stage!r}; both sides must run the same plan")
+
+
+def _merged(writes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The same bytes in fewer rows: rows that continue the one before at both ends are joined to it."""
+    if not len(writes):
+        return writes
+    follows = (writes[1:, :2] == writes[:-1, :2] + writes[:-1, 2:]).all(axis=1)
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    merged: npt.NDArray[np.int64] = writes[first].copy()
+    merged[:, 2] = np.add.reduceat(writes[:, 2], first)
+    return merged
 
 
 class _Transfer:
@@ -369,21 +393,13 @@ class _Transfer:
     def _post(self, k: int, index: int) -> None:
         x = self._x
         post = x._program.rounds[k].posts[index]
-        actual = post.segments["capacity_bytes"]
         payload = b""
-        if x._codec is not None:
+        if x._codec is None:
+            writes = x._dense_writes[k][index]
+        else:
             known = self._known_lengths(k, post)
-            actual = np.array([known[int(route)] for route in post.segments["route"]], dtype=np.int64)
-            payload = actual.astype("<i8").tobytes()
-        remote = _slot_of(x._peer_slots[post.peer], post.stage, x._workers[post.peer].name)
-        writes = np.stack(
-            [
-                post.segments["local_offset"] + x._program.slot(post.source).offset(k),
-                post.segments["remote_offset"] + remote.offset(k),
-                actual,
-            ],
-            axis=1,
-        ).astype(np.int64)
+            lengths = np.array([known[int(route)] for route in post.segments["route"]], dtype=np.int64)
+            writes, payload = x._writes(k, post, lengths), lengths.astype("<i8").tobytes()
         tag = m.Tag(**self._ids, round=k, kind=m.Kind.DATA, stage=STAGES.index(post.stage))
         ticket = self._transport_post(post.peer, writes, tag, payload)
         self._tickets[x._workers[post.peer].name, ticket] = m.WriteDone(k, post.stage, post.peer)
