@@ -139,7 +139,13 @@ def test_a_loader_that_wants_more_is_named_with_the_tensor(checkpoint: Path) -> 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ending_the_launcher_ends_everybody(checkpoint: Path, how: signal.Signals) -> None:
     process = subprocess.Popen(
-        _command(checkpoint), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environ()
+        _command(checkpoint),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environ(),
+        # A job in the background of a script ignores Ctrl-C, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     try:
