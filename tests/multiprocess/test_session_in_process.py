@@ -106,7 +106,7 @@ class Job:
         receiver = ReceiverAdapter(
             group=(rank, ENGINES[engine]), endpoint=self.endpoint, checkpoint=self.spec, load_weights=worker.load_weights,
             tensors=worker.tensors, engine=engine, node=self.nodes[engine], options=self.options,
-            before_update_hook=self.hooked[name].append,
+            before_update_hook=lambda version: self._hook(worker, name, version),
         )  # fmt: skip
         polls = 0
         try:
@@ -120,6 +120,20 @@ class Job:
         finally:
             receiver.close()
 
+    def _hook(self, worker: Any, name: str, version: int) -> None:
+        """Before an update: the weights are still wholly those of the version before; time passes in the hook."""
+        self.hooked[name].append(version)
+        time.sleep(0.02)
+        if self.installed[name]:
+            self.wrong += [f"{name} {bad} before v{version}" for bad in self._differing(worker, name)]
+
+    def _differing(self, worker: Any, name: str) -> list[str]:
+        """Live tensors that differ in any bit from the version that was seen last."""
+        engine, rank = name.split("/")
+        expected = toy.engine_worker(self.spec, engine, int(rank))
+        expected.load_weights(iter(toy.rounded(self.spec, self.installed[name][-1]).items()))
+        return toy.same_bytes(expected.live, worker.live)
+
     def _look(self, receiver: ReceiverAdapter, worker: Any, name: str, polls: int, updated: bool) -> None:
         """After a poll: note a new version, and whether every live byte is that version's."""
         seen = receiver.version
@@ -128,10 +142,7 @@ class Job:
             return
         self.installed[name].append(seen)
         self.installed_at_poll[name].append(polls)
-        engine, rank = name.split("/")
-        expected = toy.engine_worker(self.spec, engine, int(rank))
-        expected.load_weights(iter(toy.rounded(self.spec, seen).items()))
-        self.wrong += [f"{name} v{seen} {bad}" for bad in toy.same_bytes(expected.live, worker.live)]
+        self.wrong += [f"{name} v{seen} {bad}" for bad in self._differing(worker, name)]
 
     @contextmanager
     def running(self, **pollers: Callable[[ReceiverAdapter], bool]) -> Iterator[dict[str, Worker]]:
@@ -261,6 +272,23 @@ def test_a_taken_port_is_named() -> None:
         taken.listen()
         with pytest.raises(ConnectError, match=job.endpoint):
             job.trainer(0)
+
+
+def test_a_connect_that_fails_leaves_no_thread_and_no_port_behind() -> None:
+    before = {t.name for t in threading.enumerate()}
+    spec = toy.checkpoint_spec()
+    shard = toy.TrainerShard(spec, 0, 1)
+    endpoint = free_endpoint()
+    for _ in range(2):
+        sender = SenderAdapter(
+            group=None, endpoint=endpoint, checkpoint=spec, load_weights=shard.load_weights, tensors=shard.tensors,
+            engines=("solo",), options=Options(connect_timeout_seconds=0.5, heartbeat_seconds=0.1),
+        )  # fmt: skip
+        with pytest.raises(TransferTimeout, match="solo"):
+            sender.connect()
+        with pytest.raises(UsageError, match="make a new one"):
+            sender.connect()
+    assert not {t.name for t in threading.enumerate()} - before
 
 
 def test_a_wrong_token_is_refused() -> None:

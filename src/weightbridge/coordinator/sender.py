@@ -105,10 +105,17 @@ class SenderAdapter:
         """Find the engines, learn every layout, plan, connect. Blocks; call it once, on every trainer worker.
 
         Raises ConnectError (port in use, wrong token), TransferTimeout (an engine never came; it is named), ProbeError,
-        CoverageError, InfeasibleError.
+        CoverageError, InfeasibleError; the adapter is closed then.
         """
-        if self._seat is not None:
-            raise UsageError("connect() was called before; one adapter serves one session")
+        if self._seat is not None or self._hub is not None or self._closed:
+            raise UsageError("connect() was called before; one adapter serves one session: make a new one")
+        try:
+            self._connect()
+        except BaseException:
+            self.close()  # nothing of a session that did not come about stays behind: no thread, no port
+            raise
+
+    def _connect(self) -> None:
         if self._rank == 0:
             self._hub = Hub(
                 endpoint=self._endpoint, spec=self._checkpoint, num_trainers=self._size, engines=self._engines,
