@@ -23,27 +23,22 @@ LIMIT_SECONDS = 200.0
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 4 M parameters with random weights and a tokenizer of single characters; uneven on purpose."""
+    """A Llama of 4 M parameters; uneven on purpose."""
+    return save_model(
+        tmp_path_factory.mktemp("tiny-llama"), "Llama", vocab_size=96, hidden_size=264, intermediate_size=519,
+        num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=3, head_dim=44, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def save_model(folder: Path, family: str, **dims: Any) -> Path:
+    """A model of random weights with a tokenizer of single characters, as a Hugging Face folder."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=264,
-        intermediate_size=519,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=44,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
+    config = getattr(transformers, f"{family}Config")(bos_token_id=1, eos_token_id=2, pad_token_id=2, **dims)
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(folder)
     characters = ["<unk>", "<s>", "</s>", *(chr(i) for i in range(32, 125))]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -105,6 +100,22 @@ def test_any_llama_folder_runs(checkpoint: Path) -> None:
     for version in document["versions"]:
         assert version["network_bytes"]["trainers"]["sent"] == pytest.approx(document["plan"]["model_bytes"], rel=0.01)
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_any_qwen_folder_runs(family: str, tmp_path: Path) -> None:
+    """Biases (Qwen2), per-head norms (Qwen3), tied embeddings; two workers, since three divide none of the dimensions."""
+    folder = save_model(
+        tmp_path / family, family, vocab_size=98, hidden_size=64, intermediate_size=106, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    status, document, text = _demo(folder, "--steps", "1", "--slot-mib", "1")
+    assert status == 0, text
+    assert document["all_verified"]
+    assert [len(e["workers"]) if isinstance(e["workers"], list) else e["workers"] for e in document["engines"]] == [
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("victim", ["trainer/1", "tp3/0", "tp3/2"])
