@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -19,15 +20,20 @@ ENGINES = {"tp": toy.TP, "solo": 1}
 
 
 def die_during(adapter: Any, version: int, how: int) -> None:
-    """Send this process a signal a moment after the transfer of `version` has begun."""
+    """Send this process a signal in the midst of the transfer of `version`: at the 15th step of its machine."""
 
-    def watch() -> None:
-        while adapter._seat is None or adapter._seat.state.begun[0] < version:
+    def arm() -> None:
+        while adapter._seat is None or adapter._seat.progress._executor is None:
             time.sleep(0.0005)
-        time.sleep(0.02)
-        os.kill(os.getpid(), how)
+        steps = itertools.count(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+        def observe(_: object) -> None:
+            if adapter._seat.state.begun[0] >= version and next(steps) == 15:
+                os.kill(os.getpid(), how)
+
+        adapter._seat.progress._executor._observe = observe
+
+    threading.Thread(target=arm, daemon=True).start()
 
 
 def main(config: dict[str, Any]) -> None:
