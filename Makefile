@@ -14,13 +14,16 @@ STAMP := $(VENV)/.installed
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/constraints.txt $(wildcard setup.py) \
     $(wildcard src/weightbridge/kernels/*.c src/weightbridge/kernels/*.h src/weightbridge/kernels/*build*.py)
 
-.PHONY: demo test test-unit test-integration lint format bench clean help
+.PHONY: demo test test-unit test-integration test-megatron test-sglang test-vllm lint format bench clean help
 
 help:
 	@echo "make demo              real weights, two trainers, two engines; ARGS=--json for one JSON document"
 	@echo "make test              all but the integration tests, with coverage"
 	@echo "make test-unit         tests/unit only"
 	@echo "make test-integration  the slow tests with real engines"
+	@echo "make test-megatron     megatron-core's GPTModel in an environment of its own (.venvs/megatron)"
+	@echo "make test-sglang       SGLang's Qwen3-MoE class in an environment of its own (.venvs/sglang)"
+	@echo "make test-vllm         updates into real vLLM engines on CPU, in an environment of its own (.venvs/vllm, 3.6 GB)"
 	@echo "make lint              ruff, mypy --strict, import contracts"
 	@echo "make format            let ruff rewrite"
 	@echo "make bench             the benchmarks; ARGS=name for one"
@@ -45,6 +48,27 @@ test-integration: $(STAMP)
 	    $(BIN)/python -m pytest tests/integration --timeout=600 $(PYTEST_ARGS) || [ $$? -eq 5 ]; \
 	else echo "no integration tests: tests/integration does not exist"; fi
 
+# Engines in environments of their own, for the tests of what their real loaders do.
+ENGINES := tests/integration/engines
+
+.venvs/%/.installed: $(ENGINES)/requirements-%.txt $(ENGINES)/requirements-%-bare.txt $(ENGINES)/setup.sh
+	@PYTHON="$(PYTHON)" bash $(ENGINES)/setup.sh $*
+
+test-megatron: $(STAMP) .venvs/megatron/.installed
+	@$(BIN)/python -m pytest tests/integration/test_real_loaders_megatron.py --timeout=600 $(PYTEST_ARGS)
+
+test-sglang: $(STAMP) .venvs/sglang/.installed
+	@$(BIN)/python -m pytest tests/integration/test_real_loaders_sglang.py --timeout=600 $(PYTEST_ARGS)
+
+VLLM := .venvs/vllm
+
+$(VLLM)/.installed: scripts/setup_vllm.sh $(SETUP_INPUTS)
+	@PYTHON="$(PYTHON)" VLLM_VENV="$(VLLM)" bash scripts/setup_vllm.sh
+	@touch $@
+
+test-vllm: $(VLLM)/.installed
+	@$(VLLM)/bin/python -m pytest tests/integration/test_vllm_engines.py --timeout=600 $(PYTEST_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,7 +83,7 @@ bench: $(STAMP)
 	@bash scripts/bench.sh $(BIN)/python $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) .venvs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -delete

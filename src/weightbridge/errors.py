@@ -14,6 +14,7 @@ __all__ = [
     "IncompleteUpdateError",
     "InfeasibleError",
     "InternalError",
+    "IrregularLayoutWarning",
     "LayoutError",
     "PlanError",
     "ProbeError",
@@ -123,3 +124,7 @@ class UsageError(WeightBridgeError):
 
 class InternalError(WeightBridgeError):
     """A defect of this library. The message holds what reproduces it."""
+
+
+class IrregularLayoutWarning(UserWarning):
+    """A live tensor is no set of slices; it is followed piece by piece, at a cost in memory that the message states."""

@@ -34,16 +34,26 @@ def specials() -> torch.Tensor:
     return (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
 
 
+def double_specials() -> torch.Tensor:
+    """Every exponent, ties of all three narrower formats and their neighbours, subnormals, infinities and NaN."""
+    upper = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 48
+    lower = torch.tensor(
+        [0, 1, 1 << 28, (1 << 28) + 1, (1 << 28) - 1, 3 << 28, 1 << 41, (1 << 41) + 1, 1 << 44, (1 << 44) + 1,
+         (1 << 44) - 1, 3 << 44, (1 << 45) - (1 << 28), (1 << 48) - 1]
+    )  # fmt: skip
+    return (upper | lower).reshape(-1).view(torch.float64)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("source", "target"), list(Op.BY_DTYPES))
 def test_casts_equal_torch(implementation, source, target):
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    dtypes = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    values = specials() if source == "F32" else halves.view(dtypes[source])
+    values = {"F64": double_specials, "F32": specials}.get(source, lambda: halves.view(dtypes[source]))()
     found = torch.empty(values.numel(), dtype=dtypes[target])
     run(implementation(), Op.BY_DTYPES[source, target], values, found)
     expected = values.to(dtypes[target])
     nan = values.isnan()
     assert torch.equal(found.isnan(), nan)
-    bits = torch.int32 if target == "F32" else torch.int16
+    bits = {"F64": torch.int64, "F32": torch.int32}.get(target, torch.int16)
     assert torch.equal(found[~nan].view(bits), expected[~nan].view(bits))

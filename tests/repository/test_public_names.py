@@ -63,13 +63,21 @@ def test_star_import_gives_what_is_declared() -> None:
     assert set(weightbridge.__all__) <= set(names)
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+ERRORS = [name for name in errors.__all__ if not name.endswith("Warning")]
+
+
+def test_warnings_are_public_at_the_top_and_can_be_filtered_as_user_warnings() -> None:
+    assert set(errors.__all__) - set(ERRORS) == {"IrregularLayoutWarning"}
+    assert issubclass(weightbridge.IrregularLayoutWarning, UserWarning)
+
+
+@pytest.mark.parametrize("name", ERRORS)
 def test_every_error_is_public_at_the_top_and_descends_from_the_root(name: str) -> None:
     assert getattr(weightbridge, name) is getattr(errors, name)
     assert issubclass(getattr(errors, name), weightbridge.WeightBridgeError)
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+@pytest.mark.parametrize("name", ERRORS)
 def test_every_error_pickles_with_its_fields(name: str) -> None:
     cls = getattr(errors, name)
     got = pickle.loads(pickle.dumps(cls("what to do", tensor="w", needed_bytes=3, causes={"a/0": "died"})))
@@ -79,7 +87,7 @@ def test_every_error_pickles_with_its_fields(name: str) -> None:
 
 
 def test_the_error_tree_is_sorted_by_remedy() -> None:
-    parents = {name: getattr(errors, name).__mro__[1].__name__ for name in errors.__all__}
+    parents = {name: getattr(errors, name).__mro__[1].__name__ for name in ERRORS}
     assert parents == {
         "WeightBridgeError": "Exception",
         "LayoutError": "WeightBridgeError",

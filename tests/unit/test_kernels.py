@@ -33,6 +33,12 @@ SIZES = {
     Op.F16_TO_F32: (2, 4),
     Op.BF16_TO_F16: (2, 2),
     Op.F16_TO_BF16: (2, 2),
+    Op.F64_TO_F32: (8, 4),
+    Op.F32_TO_F64: (4, 8),
+    Op.F64_TO_BF16: (8, 2),
+    Op.BF16_TO_F64: (2, 8),
+    Op.F64_TO_F16: (8, 2),
+    Op.F16_TO_F64: (2, 8),
 }
 
 
@@ -205,6 +211,13 @@ def f32_specials() -> np.ndarray:
     return (upper | lower).reshape(-1)
 
 
+def f64_specials() -> np.ndarray:
+    """All 16-bit upper parts with lower ones at, next to and between the ties of F32, F16 and BF16."""
+    upper = np.arange(1 << 16, dtype=np.uint64)[:, None] << np.uint64(48)
+    ties = [0, 1, 1 << 28, (1 << 28) + 1, (1 << 28) - 1, 3 << 28, 1 << 41, (1 << 44) + 1, 1 << 44, (1 << 48) - 1]
+    return (upper | np.array(ties, np.uint64)).reshape(-1)
+
+
 def cast_all(implementation, op, values):
     source_size, target_size = SIZES[op]
     target = np.zeros(len(values) * target_size, np.uint8)
@@ -214,13 +227,13 @@ def cast_all(implementation, op, values):
         [values],
         [target],
     )
-    return target.view({2: np.uint16, 4: np.uint32}[target_size])
+    return target.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[target_size])
 
 
 @pytest.mark.skipif(not NATIVE, reason="not built")
 @pytest.mark.parametrize("op", list(SIZES))
 def test_native_casts_equal_reference_on_all_special_values(op):
-    values = f32_specials() if SIZES[op][0] == 4 else np.arange(1 << 16, dtype=np.uint16)
+    values = {2: lambda: np.arange(1 << 16, dtype=np.uint16), 4: f32_specials, 8: f64_specials}[SIZES[op][0]]()
     expected = cast_all(ReferenceKernels, op, values)
     np.testing.assert_array_equal(cast_all(NativeKernels, op, values), expected)
     # The strided path is another piece of code: one element out of every two source elements.

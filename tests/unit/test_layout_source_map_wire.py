@@ -129,10 +129,10 @@ def fields_of_wire() -> list[object]:
         (4, 0, "declares"),
         (4, 1000, "declares"),
         (5, b"", "damaged"),
-        (2, [["t", [2, -1], [1, 1], "BF16", True]], "sizes"),
-        (2, [["t", [2], [1, 1], "BF16", True]], "differ"),
-        (2, [["t", [2], [1], "F99", True]], "F99"),
-        (2, [["t", [1 << 61, 1 << 61], [1 << 61, 1], "BF16", True]], "spans"),
+        (2, [["t", [2, -1], [1, 1], "BF16", True, False]], "sizes"),
+        (2, [["t", [2], [1, 1], "BF16", True, False]], "differ"),
+        (2, [["t", [2], [1], "F99", True, False]], "F99"),
+        (2, [["t", [1 << 61, 1 << 61], [1 << 61, 1], "BF16", True, False]], "spans"),
     ],
 )
 def test_a_wire_form_that_contradicts_itself_is_refused(place: int, value: object, part: str) -> None:

@@ -35,6 +35,13 @@ class DType:
     def bits(self) -> np.dtype[np.unsignedinteger]:
         return np.dtype(f"<u{self.itemsize}")
 
+    @property
+    def largest_bits(self) -> int:
+        """Raw bits of a positive value up to which all of 1, 2, 3, ... stand for finite values."""
+        if not self.is_float:
+            return (1 << (8 * self.itemsize - 1)) - 1
+        return ((self.max_exponent - self.min_exponent + 2) << self.mantissa_bits) - 1
+
 
 _TABLE = (
     DType(
@@ -85,10 +92,33 @@ _TABLE = (
         min_exponent=-14,
         max_exponent=15,
     ),
+    DType(
+        name="F8_E4M3FNUZ",
+        itemsize=1,
+        torch_name="float8_e4m3fnuz",
+        is_float=True,
+        mantissa_bits=3,
+        min_exponent=-7,
+        max_exponent=7,
+    ),
+    DType(
+        name="F8_E5M2FNUZ",
+        itemsize=1,
+        torch_name="float8_e5m2fnuz",
+        is_float=True,
+        mantissa_bits=2,
+        min_exponent=-15,
+        max_exponent=15,
+    ),
+    # Powers of two without a sign, the scales of microscaling formats.
+    DType(name="F8_E8M0", itemsize=1, torch_name="float8_e8m0fnu", is_float=True, min_exponent=-126, max_exponent=127),
     DType(name="I64", itemsize=8, torch_name="int64", is_float=False),
     DType(name="I32", itemsize=4, torch_name="int32", is_float=False),
     DType(name="I16", itemsize=2, torch_name="int16", is_float=False),
     DType(name="I8", itemsize=1, torch_name="int8", is_float=False),
+    DType(name="U64", itemsize=8, torch_name="uint64", is_float=False),
+    DType(name="U32", itemsize=4, torch_name="uint32", is_float=False),
+    DType(name="U16", itemsize=2, torch_name="uint16", is_float=False),
     DType(name="U8", itemsize=1, torch_name="uint8", is_float=False),
     DType(name="BOOL", itemsize=1, torch_name="bool", is_float=False),
 )

@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from weightbridge import __version__
+from weightbridge.cli.check import error_document, run_check
 from weightbridge.cli.demo.config import parse_fault
 from weightbridge.cli.demo.display import Display
 from weightbridge.cli.demo.document import failure_document, result_document
@@ -31,6 +32,7 @@ from weightbridge.cli.demo.launcher import (
     WorkersFailed,
     run_demo,
 )
+from weightbridge.cli.explain import explanation
 from weightbridge.errors import UsageError, WeightBridgeError
 
 __all__ = ["app", "main"]
@@ -126,12 +128,65 @@ def _run_demo(options: Callable[[], DemoOptions], *, as_json: bool, debug: bool)
     return 0 if result.verdict.passed else FAILURE
 
 
+@app.command()
+def check(
+    loader: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="FACTORY() returns a LoaderUnderTest, or (spec, load_weights, tensors).",
+        ),
+    ],
+    save_map: Annotated[Path | None, typer.Option(help="Write the layout that was found to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout; text goes to stderr.")] = False,
+    debug: Annotated[bool, typer.Option(help="Show stack traces of failures.")] = False,
+) -> None:
+    """Run the contract of a load_weights against your own: what holds, what does not, and what to do."""
+    raise typer.Exit(
+        _guarded(lambda: run_check(loader, as_json=as_json, save_to=save_map), as_json=as_json, debug=debug)
+    )
+
+
+@app.command()
+def explain(
+    source_map: Annotated[Path, typer.Argument(metavar="MAP", help="A file that `check --save-map` wrote.")],
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One live tensor; by default all.")] = None,
+    debug: Annotated[bool, typer.Option(help="Show stack traces of failures.")] = False,
+) -> None:
+    """Say in words and index ranges where each part of a live tensor comes from."""
+
+    def run() -> int:
+        typer.echo(explanation(source_map, name), nl=False)
+        return 0
+
+    raise typer.Exit(_guarded(run, as_json=False, debug=debug))
+
+
+def _guarded(run: Callable[[], int], *, as_json: bool, debug: bool) -> int:
+    """The exit status of a command; a failure is one message."""
+    console = Console(stderr=True)
+    try:
+        return run()
+    except WeightBridgeError as error:
+        return _report_failure(console, error, as_json=as_json, debug=debug, document=error_document)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return INTERRUPTED
+
+
 def _as_interrupt(_signum: int, _frame: FrameType | None) -> None:
     """Make SIGTERM unwind like Ctrl-C, so that the workers end with the launcher."""
     raise KeyboardInterrupt
 
 
-def _report_failure(console: Console, error: WeightBridgeError, *, as_json: bool, debug: bool) -> int:
+def _report_failure(
+    console: Console,
+    error: WeightBridgeError,
+    *,
+    as_json: bool,
+    debug: bool,
+    document: Callable[[WeightBridgeError, int], dict[str, Any]] = failure_document,
+) -> int:
     """One message on stderr, with --json a document on stdout; returns the exit status."""
     status = USAGE if isinstance(error, UsageError) or getattr(error, "usage", False) else FAILURE
     lines = [f"[bold red]error:[/] {escape(error.message)}"]
@@ -145,7 +200,7 @@ def _report_failure(console: Console, error: WeightBridgeError, *, as_json: bool
             console.print(f"{worker}:\n{text}", markup=False, highlight=False, soft_wrap=True)
         console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        typer.echo(json.dumps(failure_document(error, status), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(document(error, status), indent=2, ensure_ascii=False))
     return status
 
 

@@ -35,6 +35,10 @@ class Options:
         whenever it reads its weights.
     kernels: "native", "reference", or None for the best that works here.
     expected_untouched, expected_unused: live tensors the loader need not write, checkpoint tensors nobody need take.
+    map_cache: a folder with the layouts of earlier runs, on this machine or shared: a layout found there is proved by one load
+        instead of being probed again, by all workers of a side or by none. None: always probe.
+    loader_path_bytes: of the checkpoint tensors that one worker of an engine may need whole, in host memory, because its
+        loader computes live tensors of them.
     connect_timeout_seconds: for everybody to join, and again for each phase of connecting. update_timeout_seconds: for one
         version. heartbeat_timeout_seconds: silence after which a worker counts as lost.
     codec: how segments travel; "identity" is dense.
@@ -50,6 +54,8 @@ class Options:
     expected_untouched: frozenset[str] = frozenset()
     expected_unused: frozenset[str] = frozenset()
     backup_weights: bool = True
+    map_cache: str | None = None
+    loader_path_bytes: int = 1 << 30
     connect_timeout_seconds: float = 300.0
     update_timeout_seconds: float = 120.0
     heartbeat_seconds: float = 1.0
@@ -61,6 +67,8 @@ class Options:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise UsageError(f"option {name} must be positive, got {getattr(self, name)}")
+        if self.loader_path_bytes < 0:
+            raise UsageError(f"option loader_path_bytes must not be negative, got {self.loader_path_bytes}")
         if self.window < 1:
             raise UsageError(f"option window must be at least 1, got {self.window}")
         if self.heartbeat_timeout_seconds <= 2 * self.heartbeat_seconds:

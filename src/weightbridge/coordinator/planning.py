@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.options import Options
 from weightbridge.errors import CoverageError
@@ -43,5 +45,29 @@ def plan_job(spec: CheckpointSpec, request: MakePlan, options: Options) -> Plann
                 tensor=unused[0],
             )
     plan = make_plan(spec, topology, maps, options=PlanOptions(slot_bytes=options.slot_bytes, epoch=request.epoch))
+    _check_taken_whole(plan, spec, options)
     facts = verify_plan(plan, spec, maps)
     return Planned(plan=plan, facts=facts, wire=encode_plan(plan))
+
+
+def _check_taken_whole(plan: Plan, spec: CheckpointSpec, options: Options) -> None:
+    """Every engine takes all elements of every tensor it takes any of: ranks that all load the first shard do not.
+
+    Counted on the plan's atoms, which are disjoint: no work per element. Raises CoverageError.
+    """
+    numel = np.diff(spec.numel_offsets)
+    atom_numel = plan.atoms.count.prod(axis=1)
+    workers = plan.topology.workers
+    for engine in dict.fromkeys(w.engine for w in workers if w.engine):
+        needs = np.array([any(workers[n].engine == engine for n in c.needers) for c in plan.classes], dtype=bool)
+        mine = needs[plan.atoms.class_id] if len(plan.atoms) else np.zeros(0, dtype=bool)
+        taken = np.bincount(plan.atoms.tensor[mine], weights=atom_numel[mine], minlength=len(spec.tensors))
+        for i in np.flatnonzero((taken > 0) & (taken < numel)).tolist():
+            name = spec.tensors[i].name
+            if name not in options.expected_unused:
+                raise CoverageError(
+                    f"engine {engine!r} takes {int(taken[i])} of the {int(numel[i])} elements of checkpoint tensor {name!r}: "
+                    "ranks load the same shard, or the loader cuts the tensor off; mend the loader or name the tensor in "
+                    "Options(expected_unused=...)",
+                    tensor=name,
+                )

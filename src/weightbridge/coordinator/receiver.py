@@ -28,9 +28,10 @@ class ReceiverAdapter:
         """group: of the workers of this engine, or (rank, size); asked for rank and size only.
 
         endpoint: the sender's. load_weights: the engine's own, as a function of an iterable of (checkpoint name, full
-        tensor). tensors: its live tensors by name. engine: this engine's name, unique in the job. node: name of this
-        machine, default the engine's name. before_update_hook(version): runs on the worker's thread when the engine
-        stands still, before weights are overwritten: the place to drop caches that belong to the old weights.
+        tensor); called at connect to learn the layout, and at install for what it computes. tensors: its live tensors by
+        name. engine: this engine's name, unique in the job. node: name of this machine, default the engine's name.
+        before_update_hook(version): runs on the worker's thread when the engine stands still, before weights are
+        overwritten: the place to drop caches that belong to the old weights.
         on_progress: told of each load while this worker is probed.
         """
         self._options = options or Options()
@@ -148,6 +149,7 @@ class ReceiverAdapter:
         self._seat.progress.allow_assemble(version, attempt, by="worker")
         limit = self._options.update_timeout_seconds + _GRACE_SECONDS
         self._seat.wait_for(lambda s: s.committed >= version, f"version {version} to be whole", limit)
+        self._seat.run_loader(version)
         self._version = version
         self._seat.control.call(lambda: self._agreement.done(request))
         self._seat.post_resumed(version, stopped_at, seconds_since_epoch())

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from weightbridge.coordinator.control import ControlThread
 from weightbridge.coordinator.failures import failure_to_error, kind_of
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
-from weightbridge.errors import TransferTimeout, WeightBridgeError
+from weightbridge.errors import TransferTimeout, WeightBridgeError, WorkerError
 from weightbridge.executor import NetworkBytes, live_buffers
 from weightbridge.layout import SourceMap, encode_source_map
 from weightbridge.machine import messages as w
 from weightbridge.machine.session import HUB_WORKER
 from weightbridge.probe import ProbeOptions, live_tensors, probe
+from weightbridge.probe.cached import probe_with_cache
+from weightbridge.probe.carried import carried_tensors, staging_tensors
 
 __all__ = ["LoadWeights", "OnProgress", "Seat", "Tensors", "seconds_since_epoch"]
 
@@ -53,6 +56,7 @@ class _State:
     ready: bool = False
     closed: bool = False
     probe_with: frozenset[str] | None = None
+    heard: tuple[int, tuple[bytes, ...]] = (-1, ())  # (step, what each worker of the side said at it)
     begun: tuple[int, int] = (-1, -1)  # (version, attempt) in flight or done
     released_at: float = 0.0
     released: bool = False
@@ -80,6 +84,9 @@ class Seat:
         self._on_failed = failed
         self._on_progress = on_progress
         self._source_map: SourceMap | None = None
+        self._staging: dict[str, torch.Tensor] = {}  # carried live tensors
+        self._side = engine or role
+        self._num_words = 0
         self._session = 0
         self.stalled_at = 0.0  # when this worker last stopped computing for an update; written by its own thread
         self.changed = threading.Condition()
@@ -145,32 +152,69 @@ class Seat:
         self.wait_for(lambda s: s.probe_with is not None, "the word to probe", limit)
         dtypes = self.state.probe_with
         try:
-            source_map = probe(
+            folder = self.options.map_cache
+            learn = probe if folder is None else partial(probe_with_cache, folder=folder, worker=self.name)
+            source_map = learn(
                 spec=self._spec, load_weights=self._load_weights, tensors=self._tensors, dtypes=dtypes,
-                progress=self._on_progress,
+                progress=self._on_progress, allow_loader_path=not self.is_trainer, agree=self._agree,
                 options=ProbeOptions(
                     backup=self.options.backup_weights,
                     expected_untouched=self.options.expected_untouched,
                     expected_unused=self.options.expected_unused,
+                    loader_path_bytes=self.options.loader_path_bytes,
                 ),
             )  # fmt: skip
         except Exception as error:
             self.report(error, kind="ProbeError")
             raise
         self._source_map = source_map
+        self._staging = staging_tensors(source_map)
         self.progress.welcome(self._session, source_map)
         self.post(w.LayoutReady(source_map=encode_source_map(source_map)))
 
     def bind_live(self) -> None:
         """Look again where the live tensors lie and bind the kernels to them. The worker must stand still."""
         if self._source_map is not None:
-            self.progress.bind(live_buffers(self._tensors(), self._source_map.live))
+            self.progress.bind(live_buffers({**self._tensors(), **self._staging}, self._source_map.live))
+
+    def run_loader(self, version: int) -> None:
+        """Let the worker's own loader make what it computes of the checkpoint tensors that were carried here for it.
+
+        On the worker's own thread, while it stands still and after the version has arrived. A failure is told to the hub,
+        which counts this worker's engine as poisoned, and raised.
+        """
+        groups = () if self._source_map is None else self._source_map.loader_groups
+        for group in groups:
+            try:
+                self._load_weights(carried_tensors(self._spec, group, self._staging))
+            except Exception as error:
+                self.report(
+                    WorkerError(
+                        f"load_weights raised {type(error).__name__}: {error}, called with {len(group.tensors)} tensors of "
+                        f"version {version} to make what it computes of them; the same call had succeeded at connect",
+                        causes={},
+                    )
+                )
+                raise
 
     def report(self, error: Exception, kind: str = "WorkerError") -> None:
         """Tell the hub that this worker failed. kind: under which name an error that is not one of ours travels."""
         ours = isinstance(error, WeightBridgeError)
         reason = str(error) if ours else f"{type(error).__name__}: {error}"
-        self.post(w.WorkerFailed(kind=kind_of(error) if ours else kind, reason=reason))
+        rank = getattr(error, "side_rank", None)  # another worker of this side met it
+        lost = "" if rank is None else f"{self._side}/{rank}"
+        self.post(w.WorkerFailed(kind=kind_of(error) if ours else kind, reason=reason, lost=lost))
+
+    def _agree(self, data: bytes) -> tuple[bytes, ...]:
+        """What every worker of this side says, by rank; on the worker's own thread, while it probes."""
+        step = self._num_words
+        self._num_words += 1
+        self.post(w.SideSay(step=step, data=data))
+        limit = self.options.connect_timeout_seconds + _GRACE_SECONDS
+        self.wait_for(
+            lambda s: s.heard[0] >= step, f"the other workers of {self._side} at step {step} of the probe", limit
+        )
+        return self.state.heard[1]
 
     def announce(self, version: int) -> None:
         """A trainer's weights are ready to go as `version`."""
@@ -185,6 +229,8 @@ class Seat:
                 self._set(joined=True)
             case w.RunProbe(dtypes=dtypes):
                 self._set(probe_with=frozenset(dtypes))
+            case w.SideHeard(step=step, data=data):
+                self._set(heard=(step, data))
             case w.PlanReady(plan=plan):
                 self.progress.submit(lambda: self.progress.lower(plan))
             case w.ConnectPeers(attempt=attempt, peers=peers):

@@ -7,11 +7,12 @@ this package imports no framework by itself.
 - `dtensor`: any `torch.nn.Module` whose parameters are plain tensors or DTensors.
 - `fsdp`: a module wrapped by FSDP2 (`fully_shard`).
 - `transformers`: a Hugging Face model, plain or tensor-parallel (`tp_plan`).
+- `vllm`: a worker extension for vLLM engines, and what it takes to load their weights again once they are prepared.
 """
 
 from __future__ import annotations
 
-__all__ = ["dtensor", "fsdp", "transformers"]
+__all__ = ["dtensor", "fsdp", "transformers", "vllm"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,7 @@
 """Pack and assemble kernels: strided copies and casts over descriptor tables.
 
-`reference` (NumPy) is the specification, `native` (C) the one to use on a CPU. `choose_kernels` picks.
+`reference` (NumPy) is the specification, `native` (C) the one to use on a CPU. `choose_kernels` picks. `differences` is the
+probe's reader of coded memory; its specification is in `probe/`.
 """
 
 from __future__ import annotations

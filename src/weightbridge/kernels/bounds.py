@@ -20,6 +20,12 @@ _SOURCE_ITEMSIZE = {
     Op.F16_TO_F32: 2,
     Op.BF16_TO_F16: 2,
     Op.F16_TO_BF16: 2,
+    Op.F64_TO_F32: 8,
+    Op.F32_TO_F64: 4,
+    Op.F64_TO_BF16: 8,
+    Op.BF16_TO_F64: 2,
+    Op.F64_TO_F16: 8,
+    Op.F16_TO_F64: 2,
 }
 
 DESTINATION_ITEMSIZE = {
@@ -29,6 +35,12 @@ DESTINATION_ITEMSIZE = {
     Op.F16_TO_F32: 4,
     Op.BF16_TO_F16: 2,
     Op.F16_TO_BF16: 2,
+    Op.F64_TO_F32: 4,
+    Op.F32_TO_F64: 8,
+    Op.F64_TO_BF16: 2,
+    Op.BF16_TO_F64: 8,
+    Op.F64_TO_F16: 2,
+    Op.F16_TO_F64: 8,
 }
 """Bytes of a destination element of each cast; a COPY keeps the descriptor's itemsize."""
 
@@ -45,8 +57,9 @@ def check_table(table: npt.NDArray[np.void], sources: Sequence[Buffer], destinat
     if len(table) == 0:
         return
     op, itemsize = table["op"], table["itemsize"]
-    known = (op >= Op.COPY) & (op <= Op.F16_TO_BF16)
-    _refuse(~known, lambda i: f"op {op[i]} is not known; known are {Op.COPY} to {Op.F16_TO_BF16}")
+    last = max(_SOURCE_ITEMSIZE)
+    known = (op >= Op.COPY) & (op <= last)
+    _refuse(~known, lambda i: f"op {op[i]} is not known; known are {Op.COPY} to {last}")
     source_size, destination_size = itemsize.astype(np.int64), itemsize.astype(np.int64)
     expected = itemsize.copy()
     for code, size in _SOURCE_ITEMSIZE.items():

@@ -22,7 +22,10 @@
 #define STREAM_RUN_BYTES 1024
 #define STREAM_WRITES_BYTES (4 << 20)
 
-enum { COPY, F32_TO_BF16, BF16_TO_F32, F32_TO_F16, F16_TO_F32, BF16_TO_F16, F16_TO_BF16 };
+enum {
+    COPY, F32_TO_BF16, BF16_TO_F32, F32_TO_F16, F16_TO_F32, BF16_TO_F16, F16_TO_BF16,
+    F64_TO_F32, F32_TO_F64, F64_TO_BF16, BF16_TO_F64, F64_TO_F16, F16_TO_F64
+};
 enum { KIND_RUN, KIND_STRIDED, KIND_TRANSPOSE, KIND_CAST };
 
 /* Live tensors and slots give no alignment promise, and x86 and arm64 need none. */
@@ -309,6 +312,29 @@ static inline uint32_t f16_to_f32(uint16_t x) {
 static inline uint16_t bf16_to_f16(uint16_t x) { return f32_to_f16(bf16_to_f32(x)); }
 static inline uint16_t f16_to_bf16(uint16_t x) { return f32_to_bf16(f16_to_f32(x)); }
 
+static inline uint32_t f64_to_f32(uint64_t x) {
+    union { uint64_t bits; double value; } wide = {x};
+    union { uint32_t bits; float value; } narrow;
+    if ((x & 0x7FFFFFFFFFFFFFFF) > 0x7FF0000000000000)
+        return (uint32_t)((x >> 32 & 0x80000000) | 0x7FC00000 | (x >> 29 & 0x3FFFFF));
+    narrow.value = (float)wide.value; /* to nearest, ties to even, unless somebody changed the mode of the thread */
+    return narrow.bits;
+}
+
+static inline uint64_t f32_to_f64(uint32_t x) {
+    union { uint32_t bits; float value; } narrow = {x};
+    union { uint64_t bits; double value; } wide;
+    if ((x & 0x7FFFFFFF) > 0x7F800000)
+        return (uint64_t)(x & 0x80000000) << 32 | 0x7FF8000000000000 | (uint64_t)(x & 0x3FFFFF) << 29;
+    wide.value = narrow.value;
+    return wide.bits;
+}
+
+static inline uint16_t f64_to_bf16(uint64_t x) { return f32_to_bf16(f64_to_f32(x)); }
+static inline uint64_t bf16_to_f64(uint16_t x) { return f32_to_f64(bf16_to_f32(x)); }
+static inline uint16_t f64_to_f16(uint64_t x) { return f32_to_f16(f64_to_f32(x)); }
+static inline uint64_t f16_to_f64(uint16_t x) { return f32_to_f64(f16_to_f32(x)); }
+
 #define CAST_LINE(to, from, function)                                                                                 \
     for (int64_t i = 0; i < n; i++) *(to *)(dst + i * ds) = function(*(const from *)(src + i * ss))
 #define CASTS                                                                                                         \
@@ -318,15 +344,28 @@ static inline uint16_t f16_to_bf16(uint16_t x) { return f32_to_bf16(f16_to_f32(x
     case F32_TO_F16: CAST_LINE(u16, u32, f32_to_f16); break;                                                          \
     case F16_TO_F32: CAST_LINE(u32, u16, f16_to_f32); break;                                                          \
     case BF16_TO_F16: CAST_LINE(u16, u16, bf16_to_f16); break;                                                        \
+    case F64_TO_F32: CAST_LINE(u32, u64, f64_to_f32); break;                                                          \
+    case F32_TO_F64: CAST_LINE(u64, u32, f32_to_f64); break;                                                          \
+    case F64_TO_BF16: CAST_LINE(u16, u64, f64_to_bf16); break;                                                        \
+    case BF16_TO_F64: CAST_LINE(u64, u16, bf16_to_f64); break;                                                        \
+    case F64_TO_F16: CAST_LINE(u16, u64, f64_to_f16); break;                                                          \
+    case F16_TO_F64: CAST_LINE(u64, u16, f16_to_f64); break;                                                          \
     default: CAST_LINE(u16, u16, f16_to_bf16);                                                                        \
     }
 
-static int64_t size_after(int op, int64_t size) { return op == BF16_TO_F32 || op == F16_TO_F32 ? 4 : op == COPY ? size : 2; }
+static int64_t size_after(int op, int64_t size) {
+    switch (op) {
+    case COPY: return size;
+    case BF16_TO_F32: case F16_TO_F32: case F64_TO_F32: return 4;
+    case F32_TO_F64: case BF16_TO_F64: case F16_TO_F64: return 8;
+    default: return 2;
+    }
+}
 
 static void cast_strided(int op, char *dst, int64_t ds, const char *src, int64_t ss, int64_t n) { CASTS }
 
-static void cast_contiguous(int op, char *dst, const char *src, int64_t n) {
-    const int64_t ss = op == F32_TO_BF16 || op == F32_TO_F16 ? 4 : 2, ds = size_after(op, 0);
+static void cast_contiguous(int op, char *dst, const char *src, int64_t n, int64_t ss) {
+    const int64_t ds = size_after(op, 0);
     if (op == F32_TO_BF16)
         for (int64_t i = 0; i < n; i++) ((u16 *)dst)[i] = f32_to_bf16(((const u32 *)src)[i]);
     else if (op == BF16_TO_F32)
@@ -393,12 +432,12 @@ static void cast_line(int op, char *dst, int64_t ds, const char *src, int64_t ss
         return;
     }
 #if WB_F16C
-    if (has_avx2()) {
+    if (op < F64_TO_F32 && has_avx2()) {
         cast_avx2(op, dst, src, n);
         return;
     }
 #endif
-    cast_contiguous(op, dst, src, n);
+    cast_contiguous(op, dst, src, n, size);
 }
 
 /* --- launching ---------------------------------------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-/* Interface of native.c. The text between the markers is also what cffi is told. */
+/* Interface of native.c and differences.c. The text between the markers is also what cffi is told. */
 #include <stdint.h>
 /* BEGIN CDEF */
 typedef struct {
@@ -21,4 +21,25 @@ int64_t wb_prepare(const wb_row *rows, int64_t num_rows, const uint64_t *sources
                    wb_copy *copies, int64_t *batches, int64_t *num_batches, int64_t *total_bytes);
 void wb_launch(const wb_copy *copies, const int64_t *batches, int64_t num_batches, int streaming, int num_threads);
 void wb_copy_writes(const char *source, char *destination, const int64_t *writes, int64_t num_writes);
+
+/* A field whose second differences are taken, and the state between calls. start: of the rows of this call, first_row the
+ * number of the first of them; row_step, col_step in bytes. An element holds a code when its lowest `shift` bits are zero
+ * and the others less `first` are below `modulus`. predicted, slope: [cols], was_slow: [(cols + 1023) / 1024]; all zero at
+ * first. Positions are row * cols + col. */
+typedef struct {
+    const char *start;
+    int64_t first_row, rows, cols, row_step, col_step;
+    uint64_t first;
+    int32_t itemsize, shift, modulus;
+    uint16_t *predicted, *slope;
+    uint8_t *was_slow;
+    int64_t *entry_position;
+    uint16_t *entry_residue;
+    int64_t max_entries, num_entries;
+    int64_t *run_start, *run_length;
+    uint64_t *run_bits;
+    int64_t max_runs, num_runs;
+} wb_field;
+
+int64_t wb_difference(wb_field *f, int64_t row, int wide);
 /* END CDEF */

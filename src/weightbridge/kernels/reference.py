@@ -80,8 +80,20 @@ def cast(op: int, values: _Bytes) -> _Bytes:
         out = _f16_to_f32(values.view(np.uint16))
     elif op == Op.BF16_TO_F16:
         out = _f32_to_f16(values.view(np.uint16).astype(np.uint32) << np.uint32(16))
-    else:
+    elif op == Op.F16_TO_BF16:
         out = _f32_to_bf16(_f16_to_f32(values.view(np.uint16)))
+    elif op == Op.F64_TO_F32:
+        out = _f64_to_f32(values.view(np.uint64))
+    elif op == Op.F32_TO_F64:
+        out = _f32_to_f64(values.view(np.uint32))
+    elif op == Op.F64_TO_BF16:
+        out = _f32_to_bf16(_f64_to_f32(values.view(np.uint64)))
+    elif op == Op.BF16_TO_F64:
+        out = _f32_to_f64(values.view(np.uint16).astype(np.uint32) << np.uint32(16))
+    elif op == Op.F64_TO_F16:
+        out = _f32_to_f16(_f64_to_f32(values.view(np.uint64)))
+    else:
+        out = _f32_to_f64(_f16_to_f32(values.view(np.uint16)))
     return out.view(np.uint8)
 
 
@@ -113,5 +125,30 @@ def _f16_to_f32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint32]:
         ((long & np.uint32(0x8000)) << np.uint32(16))
         | np.uint32(0x7FC00000)
         | ((long & np.uint32(0x1FF)) << np.uint32(13))
+    )
+    return np.where(nan, quiet, wide)
+
+
+def _f64_to_f32(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    nan = (bits & np.uint64(0x7FFFFFFFFFFFFFFF)) > np.uint64(0x7FF0000000000000)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        rounded = bits.view(np.float64).astype(np.float32).view(np.uint32)
+    quiet = (
+        ((bits >> np.uint64(32)) & np.uint64(0x80000000))
+        | np.uint64(0x7FC00000)
+        | ((bits >> np.uint64(29)) & np.uint64(0x3FFFFF))
+    )
+    return np.where(nan, quiet.astype(np.uint32), rounded)
+
+
+def _f32_to_f64(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    with np.errstate(invalid="ignore"):
+        wide = bits.view(np.float32).astype(np.float64).view(np.uint64)
+    long = bits.astype(np.uint64)
+    quiet = (
+        ((long & np.uint64(0x80000000)) << np.uint64(32))
+        | np.uint64(0x7FF8000000000000)
+        | ((long & np.uint64(0x3FFFFF)) << np.uint64(29))
     )
     return np.where(nan, quiet, wide)

@@ -32,11 +32,21 @@ def explain(source_map: SourceMap, spec: CheckpointSpec, name: str | None = None
 
 def _lines(source_map: SourceMap, spec: CheckpointSpec, live: int) -> list[str]:
     tensor, copies = source_map.live[live], source_map.copies
-    kind = "parameter" if tensor.parameter else "buffer"
+    kind = "carried whole for the loader" if tensor.carried else "parameter" if tensor.parameter else "buffer"
     lines = [f"{tensor.name} {list(tensor.shape)} {tensor.dtype.name}, {kind}"]
+    for group in source_map.loader_groups:
+        if live in group.live:
+            names = [spec.tensors[t].name for t in group.tensors]
+            lines.append(
+                f"  computed by the loader, called at install with {len(names)} checkpoint tensors: {', '.join(names[:8])}"
+                + (" ..." if len(names) > 8 else "")
+            )
     rows = np.flatnonzero(copies.live == live)
     for row in rows[np.argsort(copies.live_start[rows], kind="stable")].tolist():
         source = spec.tensors[int(copies.tensor[row])]
+        if tensor.carried:
+            lines.append(f"  <- {source.name}, whole  ({int(copies.numel[row])} elements)")
+            continue
         count = copies.count[row].tolist()
         here = _ranges(
             int(copies.live_start[row]),

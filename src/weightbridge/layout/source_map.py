@@ -8,6 +8,10 @@ element `live_start + sum(i_a * live_stride_a)` of live tensor `live`, for all 0
 flat, row-major, in elements, within the tensor. Live offsets are flat *storage* offsets in elements, from the first
 element of the live tensor. Transposes, fused QKV by head group, gate/up halves, stacked experts, row permutations and
 flat shards that begin mid-row are all of this one kind.
+
+What a loader computes is no copy. A *loader group* says which live tensors the worker's own `load_weights` makes of which
+checkpoint tensors; those travel whole into *carried* live tensors, which are memory of this library, and are loaded from
+there when a version is installed. To everything between the probe and the executor a carried tensor is one more copy.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ import numpy.typing as npt
 from weightbridge.checkpoint.dtypes import DType
 from weightbridge.errors import LayoutError
 
-__all__ = ["Constant", "CopyTable", "LiveTensor", "SourceMap"]
+__all__ = ["CARRIED_PREFIX", "Constant", "CopyTable", "LiveTensor", "LoaderGroup", "SourceMap"]
+
+CARRIED_PREFIX = "carried:"
+"""Name of a carried live tensor: this, then the checkpoint tensor's name."""
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -36,6 +43,7 @@ class LiveTensor:
 
     shape, strides: local, in elements. strides may be any non-negative values (transposed, padded, blocked).
     parameter: True for a model parameter, whose every element must come from the checkpoint; False for a buffer.
+    carried: no tensor of the model but memory for a whole checkpoint tensor that the loader is given at install.
     """
 
     name: str
@@ -43,6 +51,7 @@ class LiveTensor:
     strides: tuple[int, ...]
     dtype: DType
     parameter: bool = True
+    carried: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.strides):
@@ -103,6 +112,26 @@ class CopyTable:
         return cls(tensor=z, live=z, src_start=z, live_start=z, count=zz, src_stride=zz, live_stride=zz)
 
     @classmethod
+    def concatenate(cls, first: CopyTable, second: CopyTable) -> CopyTable:
+        """The copies of one table after those of the other; the narrower one gets axes of count 1."""
+        num_axes = max(first.count.shape[1], second.count.shape[1])
+
+        def wide(table: CopyTable, column: str, fill: int) -> Int64Array:
+            found: Int64Array = getattr(table, column)
+            missing = num_axes - found.shape[1]
+            return np.pad(found, ((0, 0), (missing, 0)), constant_values=fill)
+
+        flat = {
+            name: np.concatenate([getattr(first, name), getattr(second, name)])
+            for name in ("tensor", "live", "src_start", "live_start")
+        }
+        axes = {
+            name: np.concatenate([wide(first, name, fill), wide(second, name, fill)])
+            for name, fill in (("count", 1), ("src_stride", 0), ("live_stride", 0))
+        }
+        return cls(**flat, **axes)
+
+    @classmethod
     def from_rows(cls, rows: list[tuple[int, int, int, int, tuple[tuple[int, int, int], ...]]]) -> CopyTable:
         """From (tensor, live, src_start, live_start, ((count, src_stride, live_stride), ...)) tuples."""
         num_axes = max((len(r[4]) for r in rows), default=1) or 1
@@ -132,13 +161,27 @@ class Constant:
     bits: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderGroup:
+    """Live tensors that are what the worker's own load_weights makes of some checkpoint tensors, given in one call.
+
+    live: positions in SourceMap.live; may be empty, because all workers of an engine make the same calls.
+    tensors: positions in CheckpointSpec.tensors, ascending. The map has a carried live tensor for each.
+    """
+
+    live: tuple[int, ...]
+    tensors: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceMap:
     """All that is known of one worker's layout. Equal layouts have equal fingerprints.
 
     spec_digest: of the CheckpointSpec it was probed against.
-    copies: together with `constants` and `untouched` they account for each live element exactly once.
+    copies: together with `constants` and `untouched` they account for each live element of the tensors that are in no
+        loader group exactly once. Each carried tensor is one copy of its checkpoint tensor, element by element.
     untouched: live tensor name -> elements the loader never wrote.
+    loader_groups: what the worker's own loader computes, and from what.
     """
 
     spec_digest: str
@@ -146,6 +189,17 @@ class SourceMap:
     copies: CopyTable
     constants: tuple[Constant, ...] = ()
     untouched: Mapping[str, int] = field(default_factory=dict)
+    loader_groups: tuple[LoaderGroup, ...] = ()
+
+    @cached_property
+    def computed(self) -> frozenset[int]:
+        """Positions in `live` of the tensors that the worker's own loader computes."""
+        return frozenset(i for group in self.loader_groups for i in group.live)
+
+    @property
+    def carried(self) -> tuple[LiveTensor, ...]:
+        """The live tensors that are memory for whole checkpoint tensors."""
+        return tuple(t for t in self.live if t.carried)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -153,11 +207,11 @@ class SourceMap:
         h = hashlib.blake2b(digest_size=16)
         h.update(self.spec_digest.encode())
         for t in self.live:
-            h.update(repr((t.name, t.shape, t.strides, t.dtype.name, t.parameter)).encode())
+            h.update(repr((t.name, t.shape, t.strides, t.dtype.name, t.parameter, t.carried)).encode())
         c = self.copies
         for column in (c.tensor, c.live, c.src_start, c.live_start, c.count, c.src_stride, c.live_stride):
             h.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
-        h.update(repr((self.constants, sorted(self.untouched.items()))).encode())
+        h.update(repr((self.constants, sorted(self.untouched.items()), self.loader_groups)).encode())
         return h.hexdigest()
 
     def copied_nbytes(self, spec_itemsizes: npt.NDArray[Any]) -> int:

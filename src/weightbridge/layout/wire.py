@@ -13,12 +13,12 @@ import numpy.typing as npt
 from weightbridge.checkpoint.dtypes import dtype_named
 from weightbridge.checkpoint.spec import CheckpointSpec
 from weightbridge.errors import LayoutError, SpecError
-from weightbridge.layout.source_map import Constant, CopyTable, LiveTensor, SourceMap
+from weightbridge.layout.source_map import CARRIED_PREFIX, Constant, CopyTable, LiveTensor, LoaderGroup, SourceMap
 
 __all__ = ["MAX_WIRE_BYTES", "decode_source_map", "encode_source_map"]
 
 MAX_WIRE_BYTES = 1 << 30
-_FORMAT = 1
+_FORMAT = 2
 _MAX_AXES = 32
 _LIMIT = 1 << 62
 
@@ -29,6 +29,12 @@ class _WireLive(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     strides: tuple[int, ...]
     dtype: str
     parameter: bool
+    carried: bool
+
+
+class _WireGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    live: tuple[int, ...]
+    tensors: tuple[int, ...]
 
 
 class _WireConstant(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -48,6 +54,7 @@ class _WireMap(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     axes: bytes  # [3, num_copies, num_axes]: count, src_stride, live_stride
     constants: tuple[_WireConstant, ...]
     untouched: dict[str, int]
+    loader_groups: tuple[_WireGroup, ...]
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -60,13 +67,16 @@ def encode_source_map(source_map: SourceMap) -> bytes:
     wire = _WireMap(
         format=_FORMAT,
         spec_digest=source_map.spec_digest,
-        live=tuple(_WireLive(t.name, t.shape, t.strides, t.dtype.name, t.parameter) for t in source_map.live),
+        live=tuple(
+            _WireLive(t.name, t.shape, t.strides, t.dtype.name, t.parameter, t.carried) for t in source_map.live
+        ),
         num_copies=len(c),
         num_axes=int(c.count.shape[1]),
         heads=np.stack([c.tensor, c.live, c.src_start, c.live_start]).astype("<i8").tobytes(),
         axes=np.stack([c.count, c.src_stride, c.live_stride]).astype("<i8").tobytes(),
         constants=tuple(_WireConstant(k.live, k.live_start, k.axes, k.bits) for k in source_map.constants),
         untouched=dict(sorted(source_map.untouched.items())),
+        loader_groups=tuple(_WireGroup(g.live, g.tensors) for g in source_map.loader_groups),
     )
     return _ENCODER.encode(wire)
 
@@ -102,9 +112,43 @@ def decode_source_map(data: bytes | memoryview, *, spec: CheckpointSpec | None =
     for name, num in wire.untouched.items():
         if name not in names or num < 0:
             raise LayoutError(f"source map counts {num} untouched elements in {name!r}, which it does not describe")
-    return SourceMap(
-        spec_digest=wire.spec_digest, live=live, copies=copies, constants=constants, untouched=wire.untouched
-    )
+    found = SourceMap(
+        spec_digest=wire.spec_digest, live=live, copies=copies, constants=constants, untouched=wire.untouched,
+        loader_groups=tuple(LoaderGroup(live=g.live, tensors=g.tensors) for g in wire.loader_groups),
+    )  # fmt: skip
+    _check_groups(found, spec)
+    return found
+
+
+def _check_groups(source_map: SourceMap, spec: CheckpointSpec | None) -> None:
+    """Groups name tensors that there are, computed tensors have no copies, and carried tensors are what groups need."""
+    needed: set[int] = set()
+    for group in source_map.loader_groups:
+        if any(not 0 <= i < len(source_map.live) or source_map.live[i].carried for i in group.live):
+            raise LayoutError(
+                f"source map has a loader group of live tensors {list(group.live)}; there are {len(source_map.live)}, "
+                "and carried ones are not computed"
+            )
+        limit = _LIMIT if spec is None else len(spec.tensors)
+        if (
+            not group.tensors
+            or any(not 0 <= t < limit for t in group.tensors)
+            or sorted({*group.tensors}) != [*group.tensors]
+        ):
+            raise LayoutError(
+                f"source map has a loader group of checkpoint tensors {list(group.tensors[:8])}; expected ascending positions "
+                f"below {limit}"
+            )
+        needed.update(group.tensors)
+    both = source_map.computed & set(np.unique(source_map.copies.live).tolist())
+    if both:
+        raise LayoutError(f"source map both copies and computes live tensor {source_map.live[min(both)].name!r}")
+    carried = {t.name for t in source_map.carried}
+    wanted = None if spec is None else {CARRIED_PREFIX + spec.tensors[t].name for t in needed}
+    if len(carried) != len(needed) or (wanted is not None and carried != wanted):
+        raise LayoutError(
+            f"source map carries {sorted(carried)[:3]} and {len(carried)} tensors in all, its loader groups need {len(needed)}"
+        )
 
 
 def _live_tensor(wire: _WireLive) -> LiveTensor:
@@ -116,7 +160,14 @@ def _live_tensor(wire: _WireLive) -> LiveTensor:
         dtype = dtype_named(wire.dtype)
     except SpecError as error:
         raise LayoutError(f"live tensor {wire.name!r}: {error.message}") from None
-    tensor = LiveTensor(name=wire.name, shape=wire.shape, strides=wire.strides, dtype=dtype, parameter=wire.parameter)
+    tensor = LiveTensor(
+        name=wire.name,
+        shape=wire.shape,
+        strides=wire.strides,
+        dtype=dtype,
+        parameter=wire.parameter,
+        carried=wire.carried,
+    )
     if tensor.span_numel >= _LIMIT:
         raise LayoutError(f"live tensor {wire.name!r} spans {tensor.span_numel} elements; expected a size")
     return tensor

@@ -17,12 +17,14 @@ __all__ = [
     "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION", "AllowAssemble", "AskIdle", "Begin", "Closed", "Commit", "Committed",
     "ConnectPeers", "Connected", "Failure", "Goodbye", "Heard", "Heartbeat", "IdleAnswer", "IdleInstall", "IdleRelease",
     "InstallNow", "Installed", "Join", "LayoutReady", "Message", "Parked", "PeerEndpoint", "PlanReady",
-    "ProgramReady", "Promise", "Propose", "Ready", "Rejected", "Report", "Resumed", "RunProbe", "SendReady", "Slot",
-    "StopRequest", "Stopped", "Transferred", "Welcome", "WorkerFailed", "decode", "encode",
+    "ProgramReady", "Promise", "Propose", "Ready", "Rejected", "Report", "Resumed", "RunProbe", "SendReady", "SideHeard",
+    "SideSay", "Slot", "StopRequest", "Stopped", "Transferred", "Welcome", "WorkerFailed", "decode", "encode",
 ]  # fmt: skip
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 30  # a source map or a plan of a very large job; all else is tiny
+
+MAX_WORD_BYTES = 1 << 24  # of what a worker says to its side while it probes
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=65536)]
@@ -111,6 +113,20 @@ class LayoutReady(Message, frozen=True):
     """Worker -> hub: source map in its wire form."""
 
     source_map: bytes
+
+
+class SideSay(Message, frozen=True):
+    """Worker -> hub, while it probes: its word to all workers of its side. step: 0, 1, 2 ... within one probe."""
+
+    step: Count
+    data: Annotated[bytes, Meta(max_length=MAX_WORD_BYTES)]
+
+
+class SideHeard(Message, frozen=True):
+    """Hub -> all workers of a side: what each of them said at this step, by rank."""
+
+    step: Count
+    data: Annotated[tuple[Annotated[bytes, Meta(max_length=MAX_WORD_BYTES)], ...], Meta(max_length=65536)]
 
 
 class PlanReady(Message, frozen=True):
@@ -289,8 +305,8 @@ class Report(Message, frozen=True):
 
 _ALL = (
     Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | Heard | RunProbe
-    | LayoutReady | PlanReady | ProgramReady | ConnectPeers | Connected | Propose | Promise | Commit | Parked
-    | AskIdle | IdleAnswer | IdleInstall | IdleRelease | InstallNow | Installed | StopRequest | Stopped
+    | SideSay | SideHeard | LayoutReady | PlanReady | ProgramReady | ConnectPeers | Connected | Propose | Promise | Commit
+    | Parked | AskIdle | IdleAnswer | IdleInstall | IdleRelease | InstallNow | Installed | StopRequest | Stopped
     | SendReady | Begin | AllowAssemble | Transferred | Committed | Resumed | Report
 )  # fmt: skip
 _ENCODER = msgspec.msgpack.Encoder()

@@ -171,6 +171,10 @@ class SessionMachine:
         self._plan_digest = ""
         self._probed: set[str] = set()
         self._maps: dict[str, bytes] = {}
+        self._side_steps: dict[
+            str, int
+        ] = {}  # engine, or "" for the trainers -> step of what its workers tell each other
+        self._side_words: dict[str, dict[str, bytes]] = {}  # the same -> worker -> its word at that step
         self._endpoints: dict[str, w.PeerEndpoint] = {}
         self._connected: set[str] = set()
         self._send_ready: dict[str, int] = {}
@@ -265,6 +269,24 @@ class SessionMachine:
         dtypes = tuple(sorted({d for j in members for d in j.dtypes}))
         for join in members:
             self._out.append(Send(join.worker, w.RunProbe(request=self._request, dtypes=dtypes)))
+
+    def _side_said(self, worker: str, message: w.SideSay) -> None:
+        """An all-gather among the workers of a side, while they probe."""
+        if self.phase is not Phase.PROBING:
+            return
+        side = self._joins[worker].engine
+        step, words = self._side_steps.get(side, 0), self._side_words.setdefault(side, {})
+        if message.step != step or worker in words:
+            reason = f"spoke at step {message.step} of its side's probe, which is at step {step}"
+            self._fail({worker: reason}, "InternalError")
+            return
+        words[worker] = message.data
+        members = [j.worker for j in self._members(side)]
+        if len(words) == len(members):
+            heard = w.SideHeard(step=step, data=tuple(words[name] for name in members))
+            self._out += [Send(name, heard) for name in members]
+            self._side_steps[side] = step + 1
+            self._side_words[side] = {}
 
     def _layout_ready(self, worker: str, message: w.LayoutReady, now: float) -> None:
         self._maps[worker] = message.source_map
@@ -376,6 +398,8 @@ class SessionMachine:
             return
         engine, rank = self._joins[worker].engine, self._joins[worker].rank
         match message:
+            case w.SideSay():
+                self._side_said(worker, message)
             case w.LayoutReady():
                 self._layout_ready(worker, message, now)
             case w.ProgramReady():
@@ -479,6 +503,15 @@ class SessionMachine:
                     for name in self._missing_joins()
                 ]
             case Phase.PROBING:
+                quiet = [
+                    (j.worker, f"did not speak at step {self._side_steps.get(side, 0)} of its side's probe")
+                    for side, words in self._side_words.items()
+                    if words
+                    for j in self._members(side)
+                    if j.worker not in words
+                ]
+                if quiet:
+                    return quiet
                 late = [(n, "did not report its layout") for n in self._order() if n not in self._maps]
                 return late or [("hub", "is still probing")]
             case Phase.LOWERING:
@@ -522,12 +555,18 @@ class SessionMachine:
         if self._update is not None:
             version = self._update.version
             if self._update.allowed:
-                poisoned = tuple(e for e in self._engines if e not in self._update.committed)
+                poisoned = self._poisoned(self._update, causes)
         failure = w.Failure(kind=kind, causes=causes, poisoned=poisoned, version=version)
         self._unheard = {name for name in self._order() if name not in self._gone and name != HUB_WORKER}
         self._out += [Send(name, failure) for name in sorted(self._unheard)]
         self._last_word = Send(HUB_WORKER, failure) if HUB_WORKER in self._joins else None
         self._tell_until = None
+
+    def _poisoned(self, update: _Update, causes: dict[str, str]) -> tuple[str, ...]:
+        """Engines that hold mixed versions: those that have not all bytes, and those of which a worker failed before it had
+        resumed, since its own loader may have had its part to do."""
+        failed = {self._joins[n].engine for n in causes if n in self._joins and n not in update.resumed}
+        return tuple(e for e in self._engines if e not in update.committed or e in failed)
 
     def _tell_own_worker(self, now: float) -> None:
         if self._last_word is None:

@@ -1,17 +1,23 @@
-"""The code table: values that carry an index residue through a loader, exact in every dtype on the way.
+"""The code tables: values that carry an index residue through a loader, exact in every dtype on the way.
+
+Dtypes between which a value can be copied unchanged form a *family*: floats of two bytes and more, integers of two bytes and
+more, one-byte dtypes (fp8 in all its forms, int8, uint8, whatever is packed in them), and bool. Elements are numbered within
+their family, so that a family of few values asks for many passes only as far as it has elements.
 
 Design: pass k gives element g the residue c = (g + 1) mod p_k, written as the c-th code of a window of codes. Codes are
-the positive normal numbers of a float format that every float dtype met contains, in order, or small positive integers;
-so decoding is a shift and a subtraction. 0, NaN, infinities, negatives and values with further mantissa bits are no codes.
+the positive normal numbers of a float format that every float dtype met contains, in order; or small positive integers;
+or, one byte wide, raw bits that stand for a finite non-zero value in every dtype met. So decoding is a shift and a
+subtraction. 0, NaN, infinities and values with further mantissa bits are no codes. Bool has tables of its own
+(`probe/bits.py`).
 
-Even passes use the lower half of the codes and odd passes the upper half. A value that does not change between two passes
-therefore cannot be a code in both: no constant, whatever it is, can pass for a copied element.
+Even passes use one half of the codes and odd passes the other. A value that does not change between two passes therefore
+cannot be a code in both: no constant, whatever it is, can pass for a copied element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -22,33 +28,46 @@ import numpy.typing as npt
 from weightbridge.checkpoint.dtypes import DType, dtype_named
 from weightbridge.checkpoint.spec import CheckpointSpec
 from weightbridge.errors import ProbeError
+from weightbridge.probe.bits import BitTable, bit_table
 
-__all__ = ["CodeTable", "Residues", "code_table"]
+__all__ = ["CodeTable", "CodeTables", "Residues", "code_table", "copyable"]
 
+Int64Array = npt.NDArray[np.int64]
 Residues = npt.NDArray[np.int16]
 
 _MAX_CODES = 32512
 """With half of them below 2**14, differences of residues fit 16-bit lanes: |a - 2b + c| < 2 * 2**14."""
+
+_MAX_BYTE = 0x7E
+"""Codes of one byte are 1 to at most this in even passes, those with the top bit set in odd ones. 0x7F and 0xFF, which fill
+live tensors before a load, are no codes."""
 
 _MAX_PRODUCT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTable:
-    """What is written and read in each coded pass.
+    """What is written and read in each coded pass for the dtypes of one family.
 
-    moduli: p_k, pairwise coprime; their product exceeds the number of elements + 1. num_codes: K.
-    mantissa_bits, min_exponent: of the common float format.
+    moduli: p_k, pairwise coprime; their product exceeds the number of elements + 1. num_codes: of both halves.
+    mantissa_bits, min_exponent: of the common float format of a family of floats. offsets: [num_tensors + 1] number of
+    the first element of each checkpoint tensor, those of other families being empty.
     """
 
     moduli: tuple[int, ...]
     num_codes: int
     mantissa_bits: int
     min_exponent: int
+    offsets: Int64Array = field(compare=False, repr=False)
 
     @property
     def num_passes(self) -> int:
+        """Passes that are read. In later ones, which other families need, the first come again."""
         return len(self.moduli)
+
+    @property
+    def numel(self) -> int:
+        return int(self.offsets[-1])
 
     @property
     def product(self) -> int:
@@ -56,7 +75,10 @@ class CodeTable:
 
     def first_bits(self, dtype: DType, pass_: int) -> int:
         """Raw bits, before scaling by `bit_step`, of residue 0 in this pass."""
-        window = self.num_codes // 2 if pass_ % 2 else 0
+        odd = pass_ % 2
+        if dtype.itemsize == 1:
+            return 0x81 if odd else 1
+        window = self.num_codes // 2 if odd else 0
         if not dtype.is_float:
             return 1 + window
         # Biased exponent 1 stands for dtype.min_exponent, since codes are normal numbers.
@@ -64,10 +86,11 @@ class CodeTable:
 
     def bit_step(self, dtype: DType) -> int:
         """Low bits of the dtype that every code leaves zero."""
-        return dtype.mantissa_bits - self.mantissa_bits if dtype.is_float else 0
+        return dtype.mantissa_bits - self.mantissa_bits if dtype.is_float and dtype.itemsize > 1 else 0
 
     def encode(self, dtype: DType, pass_: int, start: int, out: npt.NDArray[np.unsignedinteger]) -> None:
-        """Write the codes of elements g = start, start + 1, ... as raw bits into the flat array `out`."""
+        """Write the codes of elements g = start, start + 1, ... of the family as raw bits into the flat array `out`."""
+        pass_ %= self.num_passes
         p = self.moduli[pass_]
         period = _period(self, dtype, pass_)
         phase = (start + 1) % p
@@ -131,35 +154,84 @@ def _period(table: CodeTable, dtype: DType, pass_: int) -> npt.NDArray[Any]:
     return period
 
 
-def code_table(spec: CheckpointSpec, dtypes: Iterable[str]) -> CodeTable:
-    """The table for a checkpoint and the live dtypes (safetensors names) of a whole side. Pure, deterministic.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTables:
+    """The tables of all families that a side meets. tables: by family."""
 
-    Equal on all workers that are given equal arguments, so that collective loads agree. Raises ProbeError for a
-    checkpoint dtype that cannot carry codes and when too few codes exist.
+    tables: Mapping[str, CodeTable | BitTable]
+
+    @property
+    def num_passes(self) -> int:
+        """Coded passes of the whole: as many as the family that needs most."""
+        return max(t.num_passes for t in self.tables.values())
+
+    def of(self, dtype: DType) -> CodeTable | BitTable:
+        """The table that elements of this dtype are written and read with."""
+        # Without bools in the checkpoint a live one holds constants, which any table tells.
+        return self.tables.get(_family(dtype)) or self.tables["bytes"]
+
+
+def copyable(source: DType, target: DType) -> bool:
+    """Whether a checkpoint element of one dtype can be followed into a live tensor of the other: only floats of two bytes
+    and more are cast on the way."""
+    return source.name == target.name or _family(source) == _family(target) == "floats"
+
+
+def _family(dtype: DType) -> str:
+    if dtype.name == "BOOL":
+        return "bools"
+    if dtype.itemsize == 1:
+        return "bytes"
+    return "floats" if dtype.is_float else "integers"
+
+
+def code_table(spec: CheckpointSpec, dtypes: Iterable[str]) -> CodeTables:
+    """The tables for a checkpoint and the live dtypes (safetensors names) of a whole side. Pure, deterministic.
+
+    Equal on all workers that are given equal arguments, so that collective loads agree. Raises ProbeError when the
+    dtypes met have too few codes for the checkpoint.
     """
-    probed = [t for t in spec.tensors if t.name not in spec.constants and t.numel]
-    for tensor in probed:
-        if tensor.dtype.name == "BOOL":
-            raise ProbeError(
-                f"checkpoint tensor {tensor.name!r} is BOOL, which has too few values to carry an index; name it in "
-                "CheckpointSpec(constants=...) or leave it out of the spec",
-                tensor=tensor.name,
-            )
-    in_checkpoint = {t.dtype.name: t.dtype for t in probed}
-    floats = [d for d in in_checkpoint.values() if d.is_float]
-    num_codes, mantissa_bits, min_exponent = _MAX_CODES, 0, 0
-    if floats:
-        floats += [d for d in map(dtype_named, sorted(set(dtypes))) if d.is_float]
-        num_codes, mantissa_bits, min_exponent = _common_format(floats)
-    for dtype in in_checkpoint.values():
-        if not dtype.is_float:
-            num_codes = min(num_codes, (1 << (8 * dtype.itemsize - 1)) - 1)
-    moduli = _moduli(num_codes // 2, spec.numel + 2)
-    return CodeTable(moduli=moduli, num_codes=num_codes, mantissa_bits=mantissa_bits, min_exponent=min_exponent)
+    live = [dtype_named(name) for name in sorted(set(dtypes))]
+    met: dict[str, dict[str, DType]] = {"floats": {}, "integers": {}, "bytes": {}, "bools": {}}
+    for t in spec.tensors:
+        if t.numel and t.name not in spec.constants:
+            met[_family(t.dtype)][t.dtype.name] = t.dtype
+    tables: dict[str, CodeTable | BitTable] = {}
+    for family, found in met.items():
+        # A family that only live tensors are of needs a table as well: their buffers hold constants.
+        own = list(found.values()) + [d for d in live if _family(d) == family]
+        offsets = _offsets(spec, family)
+        if family == "bools":
+            if found:
+                tables[family] = bit_table(spec, offsets, _moduli(_MAX_CODES // 2, int(offsets[-1]) + 2, family))
+            continue
+        num_codes, mantissa_bits, min_exponent = _codes_of(family, own)
+        tables[family] = CodeTable(
+            moduli=_moduli(num_codes // 2, int(offsets[-1]) + 2, family),
+            num_codes=num_codes,
+            mantissa_bits=mantissa_bits,
+            min_exponent=min_exponent,
+            offsets=offsets,
+        )
+    return CodeTables(tables=tables)
+
+
+def _offsets(spec: CheckpointSpec, family: str) -> Int64Array:
+    sizes = [t.numel if _family(t.dtype) == family else 0 for t in spec.tensors]
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
+
+
+def _codes_of(family: str, dtypes: list[DType]) -> tuple[int, int, int]:
+    """(number of codes, mantissa bits, smallest exponent) that all these dtypes of a family have."""
+    if family == "floats" and dtypes:
+        return _common_format(dtypes)
+    if family == "bytes":
+        return 2 * min([_MAX_BYTE, *(d.largest_bits & 0x7F for d in dtypes)]), 0, 0
+    return _MAX_CODES, 0, 0
 
 
 def _common_format(floats: list[DType]) -> tuple[int, int, int]:
-    """(number of codes, mantissa bits, smallest exponent) of the normals that all these dtypes have."""
+    """The same of the normal numbers of floats of two bytes and more."""
     low = max(d.min_exponent for d in floats)
     high = min(d.max_exponent for d in floats)
     mantissa_bits = min(d.mantissa_bits for d in floats)
@@ -169,20 +241,18 @@ def _common_format(floats: list[DType]) -> tuple[int, int, int]:
     return min(num_codes, _MAX_CODES), mantissa_bits, low
 
 
-def _moduli(limit: int, product: int) -> tuple[int, ...]:
+def _moduli(limit: int, product: int, family: str) -> tuple[int, ...]:
     """Distinct primes up to `limit`, largest first, at least two, until their product reaches `product`."""
     chosen: list[int] = []
     candidate = limit
     while len(chosen) < 2 or prod(chosen) < product:
         while candidate >= 2 and any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
             candidate -= 1
-        if candidate < 2:
+        if candidate < 2 or prod(chosen) * candidate >= _MAX_PRODUCT:
             raise ProbeError(
                 f"the dtypes of checkpoint and live tensors have too few values in common ({2 * limit} codes) to number "
-                f"{product - 2} elements; probe the narrow tensors as a checkpoint of their own"
+                f"{product - 2} elements ({family}) in 64-bit indices; probe them in several checkpoints"
             )
         chosen.append(candidate)
         candidate -= 1
-    if prod(chosen) >= _MAX_PRODUCT:
-        raise ProbeError(f"{product - 2} checkpoint elements are more than 64-bit indices can tell apart")
     return tuple(chosen)

@@ -44,7 +44,7 @@ class RunCollector:
 
     def add(self, base: int, raw: npt.NDArray[Any], invalid: npt.NDArray[np.bool_]) -> None:
         if bool(invalid.all()) and int(raw.min()) == int(raw.max()):
-            self._append(
+            self.add_runs(
                 np.array([base], np.int64), np.array([raw.size], np.int64), np.array([int(raw.flat[0])], np.uint64)
             )
             return
@@ -54,13 +54,15 @@ class RunCollector:
         breaks[1:] = (np.diff(position) != 1) | (values[1:] != values[:-1])
         first = np.flatnonzero(breaks)
         length = np.diff(np.append(first, len(position)))
-        self._append(position[first].astype(np.int64) + base, length.astype(np.int64), values[first])
+        self.add_runs(position[first].astype(np.int64) + base, length.astype(np.int64), values[first])
 
-    def _append(
+    def add_runs(
         self, start: npt.NDArray[np.int64], length: npt.NDArray[np.int64], bits: npt.NDArray[np.uint64]
     ) -> None:
-        self._parts.append((start, length, bits))
-        self.num_runs += len(start)
+        """Runs found elsewhere, by position in the field, after all that were added before."""
+        if len(start):
+            self._parts.append((start, length, bits))
+            self.num_runs += len(start)
 
     def finish(self) -> Runs:
         if not self._parts:

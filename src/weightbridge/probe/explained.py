@@ -15,11 +15,14 @@ import torch
 from weightbridge.checkpoint.spec import CheckpointSpec
 from weightbridge.errors import ProbeError
 from weightbridge.layout.source_map import LiveTensor
-from weightbridge.probe.codes import CodeTable
-from weightbridge.probe.constants import Conflict, Runs, settle
+from weightbridge.probe.bit_words import BitWords
+from weightbridge.probe.bits import BitTable
+from weightbridge.probe.codes import CodeTable, CodeTables, copyable
+from weightbridge.probe.constants import Conflict, Runs, Settled, settle
 from weightbridge.probe.difference import SparseEntries
 from weightbridge.probe.fields import Field, fields_of
 from weightbridge.probe.lattice import Axis, Lattice, Runs1D, collapse, copies_of_tensor, place_rectangles
+from weightbridge.probe.live import raw_bits, to_numpy_bits
 from weightbridge.probe.observe import observe
 from weightbridge.probe.reconstruct import rectangles
 from weightbridge.probe.values import describe_bits
@@ -53,14 +56,26 @@ class TensorRecord:
     fields: tuple[Field, ...]
     entries: list[list[SparseEntries]] = field(default_factory=list)
     runs: list[list[Runs]] = field(default_factory=list)
+    words: list[BitWords] = field(default_factory=list)
+    """Of the fields of a bool tensor that is followed bit by bit, instead of entries and runs."""
 
     @classmethod
     def of(cls, live: LiveTensor) -> TensorRecord:
         fields = fields_of(live)
         return cls(live, fields, [[] for _ in fields], [[] for _ in fields])
 
-    def read(self, local: torch.Tensor, table: CodeTable, pass_: int) -> None:
+    def read(self, local: torch.Tensor, tables: CodeTables, pass_: int) -> None:
         """Observe the tensor after a coded load. Raises ProbeError when it is too irregular to be copies."""
+        table = tables.of(self.live.dtype)
+        if pass_ >= table.num_passes:
+            return  # for the sake of other dtypes
+        if isinstance(table, BitTable):
+            if pass_ == 0:
+                self.words = [BitWords(table, part.rows, part.cols) for part in self.fields]
+            for part, words in zip(self.fields, self.words, strict=True):
+                window = raw_bits(local, part.start, (part.rows, part.cols), (part.row_stride, part.col_stride))
+                words.add(pass_, to_numpy_bits(window, self.live.dtype))
+            return
         for part, entries, runs in zip(self.fields, self.entries, self.runs, strict=True):
             seen = observe(local, self.live.name, self.live.dtype, part, table, pass_)
             entries.append(seen.entries)
@@ -76,37 +91,63 @@ class TensorRecord:
 
     def _computed(self, part: Field, position: int, what: str) -> ProbeError:
         row, col = divmod(position, part.cols)
-        index = live_index(self.live, part.start + row * part.row_stride + col * part.col_stride)
+        return self._computed_at(part.start + row * part.row_stride + col * part.col_stride, what)
+
+    def _computed_at(self, offset: int, what: str) -> ProbeError:
+        index = live_index(self.live, offset)
         return ProbeError(
             f"live tensor {self.live.name!r}, element {list(index)}: the loader computes it rather than copying it from the "
-            f"checkpoint: it held {what}. Only copies and constants can be followed; reloading computed tensors through the "
-            "loader itself is not available yet. Turn the transformation off, or leave the tensor out of `tensors`",
+            f"checkpoint: it held {what}. Only copies and constants can be followed. Turn the transformation off, or leave the "
+            "tensor out of `tensors`",
             tensor=self.live.name,
             index=index,
+            seen=f"element {list(index)} held {what}",
         )
 
-    def explain(self, spec: CheckpointSpec, table: CodeTable) -> Explanation:
+    def _settled(self, number: int, table: CodeTable | BitTable) -> Settled:
+        """What the passes agree on about one field. Raises ProbeError for computed elements."""
+        part = self.fields[number]
+        if isinstance(table, BitTable):
+            numbered = self.words[number].numbered()
+            if numbered.computed is not None:
+                raise self._computed(
+                    part, numbered.computed, "values over all loads that name no one checkpoint element"
+                )
+            return Settled(numbered.runs, numbered.entries)
+        all_runs = self.runs[number]
+        settled = settle(self.entries[number], all_runs, table, self.live.dtype, part.rows, part.cols)
+        if isinstance(settled, Conflict):
+            seen = [self._seen(all_runs[k], settled.position) for k in sorted((settled.before, settled.after))]
+            raise self._computed(part, settled.position, f"{seen[0]} in one load and {seen[1]} in another")
+        return settled
+
+    def explain(self, spec: CheckpointSpec, tables: CodeTables) -> Explanation:
         """After the last coded pass: every element accounted for once. Raises ProbeError for computed elements."""
+        table = tables.of(self.live.dtype)
         placed: list[Runs1D] = []
         fixed: list[Lattice] = []
-        for part, entries, all_runs in zip(self.fields, self.entries, self.runs, strict=True):
-            settled = settle(entries, all_runs, table, self.live.dtype, part.rows, part.cols)
-            if isinstance(settled, Conflict):
-                seen = [self._seen(all_runs[k], settled.position) for k in sorted((settled.before, settled.after))]
-                raise self._computed(part, settled.position, f"{seen[0]} in one load and {seen[1]} in another")
+        for number, part in enumerate(self.fields):
+            settled = self._settled(number, table)
             runs = settled.runs
             try:
                 rects = rectangles(settled.entries, table.moduli, part.rows, part.cols)
-                runs1d, stray = place_rectangles(rects, part, spec.numel, table.product)
+                runs1d, stray = place_rectangles(rects, part, table.numel, table.product)
             except ProbeError as error:
                 raise ProbeError(f"live tensor {self.live.name!r}: {error.message}", tensor=self.live.name) from None
-            if stray or runs1d.numel + int(runs.length.sum()) != part.numel:
-                raise self._computed(
-                    part, _first_unexplained(part, runs1d, runs), "codes that name no one checkpoint element"
-                )
+            if len(stray) or runs1d.numel + int(runs.length.sum()) != part.numel:
+                position = int(stray[0]) if len(stray) else _first_unexplained(part, runs1d, runs)
+                raise self._computed(part, position, "codes that name no one checkpoint element")
             placed.append(runs1d)
             fixed.extend(_run_lattices(part, runs))
-        copies = copies_of_tensor(placed, spec.numel_offsets, [t.shape for t in spec.tensors])
+        try:
+            copies = copies_of_tensor(placed, table.offsets, [t.shape for t in spec.tensors])
+        except ProbeError as error:
+            raise ProbeError(f"live tensor {self.live.name!r}: {error.message}", tensor=self.live.name) from None
+        for copy in copies:
+            source = spec.tensors[copy.group]
+            if not copyable(source.dtype, self.live.dtype):
+                what = f"an element of {source.name!r} cast from {source.dtype.name} to {self.live.dtype.name}"
+                raise self._computed_at(copy.live, what)
         constants_of_spec = {spec.index[name] for name in spec.constants}
         for copy in copies:
             if copy.group in constants_of_spec:

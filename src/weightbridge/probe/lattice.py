@@ -76,15 +76,15 @@ def dims_of(shape: Sequence[int]) -> Dims:
     return tuple(reversed(dims))
 
 
-def place_rectangles(rects: Rectangles, field: Field, numel: int, product: int) -> tuple[Runs1D, int]:
-    """Rectangles of a field as lattices of global indices in [0, numel), and the number of elements left over.
+def place_rectangles(rects: Rectangles, field: Field, numel: int, product: int) -> tuple[Runs1D, Int64Array]:
+    """Rectangles of a field as lattices of global indices in [0, numel), and the positions of elements left over.
 
     Slopes are known modulo `product` only. One of the two readings of a slope keeps the second element within the
     checkpoint; a rectangle that leaves it later was in line by accident and is halved until it does not. Single elements
-    that name no checkpoint element are left over (they must be what the runs without code account for).
+    that name no checkpoint element are left over.
     """
     good: list[Rectangles] = []
-    stray = 0
+    stray: list[Int64Array] = []
     while len(rects.row):
         lifted = rects._replace(
             row_slope=_lift(rects.value, rects.row_slope, rects.height, numel, product),
@@ -98,11 +98,12 @@ def place_rectangles(rects: Rectangles, field: Field, numel: int, product: int) 
         good.append(lifted.pick(inside))
         nothing = (rects.value == 0) & (lifted.row_slope == 0) & (lifted.col_slope == 0)
         single = (rects.height == 1) & (rects.width == 1)
-        stray += int(np.count_nonzero(single & ~inside & ~nothing))
+        left_over = rects.pick(single & ~inside & ~nothing)
+        stray.append(left_over.row * field.cols + left_over.col)
         rects = _halve(rects.pick(~inside & ~nothing & ~single), product)
         if len(rects.row) > _MAX_PIECES:
-            raise ProbeError("what the loader writes is no set of slice copies")
-    return _in_memory(Rectangles.join(good), field), stray
+            raise ProbeError("what the loader writes is neither copies of checkpoint elements nor constants")
+    return _in_memory(Rectangles.join(good), field), np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *stray]))
 
 
 def _lift(value: Int64Array, slope: Int64Array, count: Int64Array, numel: int, product: int) -> Int64Array:
@@ -164,6 +165,13 @@ def copies_of_tensor(parts: Sequence[Runs1D], offsets: Int64Array, shapes: Seque
     return copies
 
 
+def _too_irregular() -> ProbeError:
+    return ProbeError(
+        f"its layout falls into more than {_MAX_PIECES} pieces, too many for an index table. Keep the tensor in checkpoint "
+        "order and permute where it is used, or leave it out of `tensors`"
+    )
+
+
 def _collapsed(placed: list[_Placed], offsets: Int64Array, shapes: Sequence[tuple[int, ...]]) -> list[Lattice]:
     pieces: list[Lattice] = []
     for source, live, axes in placed:
@@ -171,7 +179,7 @@ def _collapsed(placed: list[_Placed], offsets: Int64Array, shapes: Sequence[tupl
             for start_offset, live_offset, final in split_at_carries(start, cut, dims_of(shapes[tensor])):
                 pieces.append(Lattice(tensor, start_offset, at + live_offset, final))
         if len(pieces) > _MAX_PIECES:
-            raise ProbeError("what the loader writes is no set of slice copies")
+            raise _too_irregular()
     return collapse(pieces, {tensor: dims_of(shapes[tensor]) for tensor in {p.group for p in pieces}})
 
 
@@ -275,7 +283,7 @@ def split_at_carries(start: int, axes: tuple[Axis, ...], dims: Dims) -> tuple[tu
         if n > fit:
             work.append((here + fit * s, live + fit * step, _with_count(axes, cut, n - fit)))
         if len(work) + len(done) > _MAX_PIECES:
-            raise ProbeError("what the loader writes is no set of slice copies")
+            raise _too_irregular()
     return tuple(done)
 
 

@@ -15,12 +15,13 @@ import torch
 
 from weightbridge.checkpoint.dtypes import DType
 from weightbridge.checkpoint.spec import CheckpointSpec, TensorSpec
-from weightbridge.probe.codes import CodeTable
+from weightbridge.probe.codes import CodeTables
 
 __all__ = ["VerificationValues", "cast_bits", "coded_tensors", "describe_bits", "torch_dtype", "verification_tensors"]
 
 _POOL_NUMEL = 1 << 20
 _CHUNK_NUMEL = 1 << 14
+_ZERO_EVERY = 13
 _MIN_EXPONENT, _EXPONENT_BITS = -6, 3  # magnitudes from 2**-6 to 2**2: a model's weights, and w + 1 differs from w
 
 
@@ -29,14 +30,15 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def coded_tensors(spec: CheckpointSpec, table: CodeTable, pass_: int) -> Iterator[tuple[str, torch.Tensor]]:
+def coded_tensors(spec: CheckpointSpec, tables: CodeTables, pass_: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of one coded pass, in spec order, one tensor in memory at a time."""
     for position, tensor in enumerate(spec.tensors):
         if tensor.name in spec.constants:
             yield tensor.name, _constant(tensor, spec.constants[tensor.name])
             continue
         bits = np.empty(tensor.numel, dtype=tensor.dtype.bits)
-        table.encode(tensor.dtype, pass_, int(spec.numel_offsets[position]), bits)
+        table = tables.of(tensor.dtype)
+        table.encode(tensor.dtype, pass_, int(table.offsets[position]), bits)
         yield tensor.name, _tensor(bits, tensor)
 
 
@@ -52,13 +54,15 @@ def verification_tensors(spec: CheckpointSpec, values: VerificationValues) -> It
 class VerificationValues:
     """Pseudo-random checkpoint values by index: random sign and full mantissa, exponents of ordinary weights.
 
+    zeros: every so many elements are zero, which no code is; without them "is not zero" looks like a constant.
     Chunks of a pool of random words, each from a place and with a mask that depend on the chunk's number, so that any
     part of a tensor can be had again at the speed of a copy.
     """
 
-    def __init__(self, spec: CheckpointSpec, seed: int) -> None:
+    def __init__(self, spec: CheckpointSpec, seed: int, *, zeros: bool = False) -> None:
         self._spec = spec
         self._seed = seed
+        self._zeros = zeros
         self._pools: dict[str, npt.NDArray[Any]] = {}
         # Chunks of a large checkpoint begin at distinct places of a large pool; a small one has few chunks.
         self._num_places = _POOL_NUMEL if spec.numel > _CHUNK_NUMEL else 1 << 10
@@ -78,6 +82,8 @@ class VerificationValues:
             end = min((chunk + 1) * _CHUNK_NUMEL, first + hi - lo)
             shift = place - chunk * _CHUNK_NUMEL
             np.bitwise_xor(pool[begin + shift : end + shift], mask, out=out[begin - first : end - first])
+        if self._zeros and dtype.name not in ("BOOL", "F8_E8M0"):  # half of bools are, and no power of two is
+            out[(self._seed - first) % _ZERO_EVERY :: _ZERO_EVERY] = 0
         return out
 
     def _pool(self, dtype: DType) -> npt.NDArray[Any]:
@@ -85,7 +91,7 @@ class VerificationValues:
             generator = np.random.Generator(np.random.PCG64([self._seed, dtype.itemsize, dtype.mantissa_bits]))
             words = generator.integers(0, 1 << 64, size=self._num_places + _CHUNK_NUMEL, dtype=np.uint64)
             fields = words & np.uint64(_free_mask(dtype))
-            if dtype.is_float:
+            if dtype.is_float and dtype.mantissa_bits:
                 exponents = (words >> np.uint64(54)) & np.uint64((1 << _EXPONENT_BITS) - 1)
                 biased = exponents + np.uint64(_MIN_EXPONENT - dtype.min_exponent + 1)
                 fields |= biased << np.uint64(dtype.mantissa_bits)
@@ -94,9 +100,13 @@ class VerificationValues:
 
 
 def _free_mask(dtype: DType) -> int:
-    """Bits that any value may have: sign and mantissa; for integers the low bits of a small non-negative number."""
+    """Bits that any value may have: sign and mantissa of a float, all of an integer, which may be packed."""
+    if dtype.name == "BOOL":
+        return 1
     if not dtype.is_float:
-        return 0x7F if dtype.itemsize == 1 else 0x7FFF
+        return (1 << 8 * dtype.itemsize) - 1
+    if not dtype.mantissa_bits:
+        return 0x7F  # powers of two and nothing else, up to 1
     return (1 << dtype.mantissa_bits) - 1 | 1 << (8 * dtype.itemsize - 1)
 
 

@@ -6,7 +6,7 @@ nearest even.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from weightbridge.layout.source_map import Constant, LiveTensor, SourceMap
 from weightbridge.probe.live import raw_bits, to_numpy_bits
 from weightbridge.probe.values import cast_bits
 
-__all__ = ["Mismatch", "live_index", "predict", "verify_live"]
+__all__ = ["Mismatch", "live_index", "mismatches", "predict", "verify_live"]
 
 _TILE_NUMEL = 1 << 20
 
@@ -81,20 +81,49 @@ def verify_live(
 ) -> Mismatch | None:
     """Compare live tensors (local, in the order of the map) with the map's prediction; None when every bit agrees.
 
-    fixed: further lattices of known bits, besides the map's constants. One checkpoint tensor and a tile in memory.
+    fixed: further lattices of known bits, besides the map's constants. One checkpoint tensor and a tile in memory. What the
+    loader computes and what is carried for it are not compared.
     """
+    return next(_differing(spec, source_map, tensors, values, fixed, set()), None)
+
+
+def mismatches(
+    spec: CheckpointSpec,
+    source_map: SourceMap,
+    tensors: Sequence[torch.Tensor],
+    values: Values,
+    fixed: Sequence[Constant] = (),
+) -> dict[int, Mismatch]:
+    """As verify_live, but the first mismatch of every live tensor that has one, by its position."""
+    known: set[int] = set()
+    found: dict[int, Mismatch] = {}
+    for mismatch in _differing(spec, source_map, tensors, values, fixed, known):
+        known.add(mismatch.live)  # the generator looks at no more of it
+        found[mismatch.live] = mismatch
+    return found
+
+
+def _differing(
+    spec: CheckpointSpec,
+    source_map: SourceMap,
+    tensors: Sequence[torch.Tensor],
+    values: Values,
+    fixed: Sequence[Constant],
+    known: Collection[int],
+) -> Iterator[Mismatch]:
+    """Mismatches as they are found, of live tensors that are not in `known`, which may grow meanwhile."""
     for constant in (*source_map.constants, *fixed):
-        found = _check_constant(source_map, tensors, constant)
-        if found is not None:
-            return found
+        if constant.live not in known:
+            found = _check_constant(source_map, tensors, constant)
+            if found is not None:
+                yield found
     copies = source_map.copies
+    compared = np.array([not t.carried for t in source_map.live], dtype=bool)
     order = np.argsort(copies.tensor, kind="stable")
+    order = order[compared[copies.live[order]]] if len(order) else order
     bounds = np.flatnonzero(np.diff(copies.tensor[order], prepend=-1, append=-1))
     for lo, hi in pairwise(bounds.tolist()):
-        found = _check_source(spec, source_map, tensors, values, order[lo:hi])
-        if found is not None:
-            return found
-    return None
+        yield from _check_source(spec, source_map, tensors, values, order[lo:hi], known)
 
 
 def _check_source(
@@ -103,7 +132,8 @@ def _check_source(
     tensors: Sequence[torch.Tensor],
     values: Values,
     rows: npt.NDArray[np.int64],
-) -> Mismatch | None:
+    known: Collection[int],
+) -> Iterator[Mismatch]:
     """All copies that draw on one checkpoint tensor."""
     copies = source_map.copies
     tensor = int(copies.tensor[rows[0]])
@@ -114,6 +144,8 @@ def _check_source(
     content = values(tensor, low, high + 1)
     for row in rows.tolist():
         live = int(copies.live[row])
+        if live in known:
+            continue
         target = source_map.live[live]
         axes = [
             (n, s, step)
@@ -142,8 +174,8 @@ def _check_source(
                 offset = live_offset + sum(i * s for i, s in zip(at, strides, strict=True))
                 origin = src_offset + low + sum(i * s for i, (_, s, _) in zip(at, part, strict=True))
                 where = f"element {list(_unravel(origin, source.shape))} of checkpoint tensor {source.name!r}"
-                return Mismatch(live, live_index(target, offset), where, int(expected[at]), int(held[at]))
-    return None
+                yield Mismatch(live, live_index(target, offset), where, int(expected[at]), int(held[at]))
+                break
 
 
 def _check_constant(source_map: SourceMap, tensors: Sequence[torch.Tensor], constant: Constant) -> Mismatch | None:

@@ -28,7 +28,7 @@ _POINTS = 1 << 19  # points looked at together
 _PAIRS = 1 << 21  # point-box pairs looked at together
 _NUM_INNER = 8  # points inside each descriptor besides its corners
 _TARGET_SIZE = np.array(
-    [0, 2, 4, 2, 4, 2, 2], dtype=np.int64
+    [0, 2, 4, 2, 4, 2, 2, 4, 8, 2, 8, 2, 8], dtype=np.int64
 )  # bytes of an element after each Op; a copy keeps its size
 
 
@@ -63,7 +63,7 @@ def check_contents(
 
 
 def _sides(table: npt.NDArray[np.void], *, to_live: bool) -> tuple[tuple[str, Int64Array], tuple[str, Int64Array]]:
-    """((slot's side, its item sizes), (live side, its item sizes)); a cast halves or doubles or keeps the size."""
+    """((slot's side, its item sizes), (live side, its item sizes)); a cast may change the size."""
     size = table["itemsize"].astype(np.int64)
     target = np.where(table["op"] == Op.COPY, size, _TARGET_SIZE[np.clip(table["op"], 0, len(_TARGET_SIZE) - 1)])
     return (("src", size), ("dst", target)) if to_live else (("dst", target), ("src", size))

@@ -44,7 +44,10 @@ Adjacent elements are merged: the innermost axis of a COPY may well be one run o
 
 
 class Op:
-    """What a descriptor does to each element. Narrowing casts round to nearest, ties to even; NaN stays NaN."""
+    """What a descriptor does to each element. Narrowing casts round to nearest, ties to even; NaN stays NaN.
+
+    From F64 to BF16 and F16 the way is through F32, rounding twice, as torch's casts do.
+    """
 
     COPY = 0
     F32_TO_BF16 = 1
@@ -53,6 +56,12 @@ class Op:
     F16_TO_F32 = 4
     BF16_TO_F16 = 5
     F16_TO_BF16 = 6
+    F64_TO_F32 = 7
+    F32_TO_F64 = 8
+    F64_TO_BF16 = 9
+    BF16_TO_F64 = 10
+    F64_TO_F16 = 11
+    F16_TO_F64 = 12
 
     BY_DTYPES: ClassVar[dict[tuple[str, str], int]] = {
         ("F32", "BF16"): F32_TO_BF16,
@@ -61,6 +70,12 @@ class Op:
         ("F16", "F32"): F16_TO_F32,
         ("BF16", "F16"): BF16_TO_F16,
         ("F16", "BF16"): F16_TO_BF16,
+        ("F64", "F32"): F64_TO_F32,
+        ("F32", "F64"): F32_TO_F64,
+        ("F64", "BF16"): F64_TO_BF16,
+        ("BF16", "F64"): BF16_TO_F64,
+        ("F64", "F16"): F64_TO_F16,
+        ("F16", "F64"): F16_TO_F64,
     }
 
 

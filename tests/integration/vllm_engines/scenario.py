@@ -1,0 +1,127 @@
+"""One case of the vLLM tests in a process of its own: `python -m tests.integration.vllm_engines.scenario CASE FOLDER`.
+
+Starts an engine on one checkpoint, updates it to another one and back, then starts a second engine on the other checkpoint
+for comparison. What was seen is written to FOLDER/result.json; the test judges it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ |= {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+from tests.integration.vllm_engines import checkpoints
+from tests.integration.vllm_engines.engine import Engine, Session, running
+
+PROMPTS = [[5, 17, 250, 8], [99, 3, 42, 7, 7, 181, 12, 60, 33], [210, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    tensor_parallel: int = 1
+    dtype: str = "bfloat16"
+    experts: bool = False
+    real: bool = False
+    onednn: bool = True
+
+
+CASES = {
+    "smollm2": Case(real=True),
+    "dense-tp2": Case(tensor_parallel=2),
+    "experts": Case(experts=True, onednn=False),
+    "dense-fp32": Case(dtype="float32"),
+}
+
+
+def make(case: Case, folder: Path) -> tuple[Path, Path]:
+    first, second = folder / "first", folder / "second"
+    if case.real:
+        first = Path(os.environ["WEIGHTBRIDGE_TEST_SMOLLM2"])
+        checkpoints.make_variant(first, second)
+    else:
+        for seed, target in enumerate((first, second)):
+            checkpoints.make_tiny(target, experts=case.experts, dtype=getattr(torch, case.dtype), seed=seed)
+    return first, second
+
+
+def run(case: Case, folder: Path, note: Callable[..., None]) -> None:
+    if not case.onednn:
+        os.environ["WEIGHTBRIDGE_TEST_WITHOUT_ONEDNN"] = "1"  # read by the extension, in the workers
+    first, second = make(case, folder)
+    note("made")
+    with running(first, tensor_parallel=case.tensor_parallel, dtype=case.dtype) as engine:
+        note("started", first=engine.answers(PROMPTS), again=engine.answers(PROMPTS))
+        session = Session(engine, first)
+        note("naive", naive_probe=engine.rpc("test_naive_probe", folder=str(first)))
+        session.join()
+        note("joined", probe=engine.rpc("test_probe", folder=str(first)), after_probe=engine.answers(PROMPTS))
+        if case.experts:
+            look_at_experts(engine, first, second, note)
+        try:
+            update(engine, session, first, second, note)
+        finally:
+            session.sender.close()
+        note("left", left=engine.rpc("weightbridge_leave"))
+    with running(second, tensor_parallel=case.tensor_parallel, dtype=case.dtype) as engine:
+        note("compared", fresh=engine.answers(PROMPTS))
+
+
+def update(engine: Engine, session: Session, first: Path, second: Path, note: Callable[..., None]) -> None:
+    """To the second checkpoint while idle, back while generating."""
+    addresses = engine.rpc("test_addresses")
+    session.connect()
+    note("connected", after_connect=engine.answers(PROMPTS))
+    session.send(1, second)
+    note("sent 1", second=engine.answers(PROMPTS), holds_second=engine.rpc("test_holds", folder=str(second)))
+    session.send(2, first, meanwhile=lambda: engine.answers(PROMPTS * 2, num_tokens=60))
+    note(
+        "sent 2", status=engine.rpc("weightbridge_status"), back=engine.answers(PROMPTS),
+        holds_first=engine.rpc("test_holds", folder=str(first)),
+        same_addresses=addresses == engine.rpc("test_addresses"),
+    )  # fmt: skip
+
+
+def look_at_experts(engine: Engine, first: Path, second: Path, note: Callable[..., None]) -> None:
+    """What goes wrong with the engine's own loader alone, and that the integration's puts it right again."""
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    naive = engine.rpc("test_naive_load", folder=str(first))
+    naive_first = engine.answers(PROMPTS)
+    note(
+        "experts", naive=naive, naive_first=naive_first, reloaded=engine.rpc("test_load", folder=str(second)),
+        loaded_second=engine.answers(PROMPTS), rows=engine.rpc("test_expert_rows", folder=str(first), name=name),
+        partial=engine.rpc("test_partial_load", folder=str(first), left_out=name),
+    )  # fmt: skip
+    engine.rpc_fine("test_load", folder=str(first))
+    note("repaired", repaired=engine.answers(PROMPTS), again_changed=engine.rpc("test_load", folder=str(first)))
+
+
+def main() -> None:
+    case, folder = CASES[sys.argv[1]], Path(sys.argv[2])
+    result: dict[str, Any] = {}
+    begun = time.monotonic()
+
+    def note(step: str, **facts: Any) -> None:
+        print(f"--- {step} ({time.monotonic() - begun:.0f} s)", flush=True)
+        result.update(facts)
+        (folder / "result.json").write_text(json.dumps(result))
+
+    run(case, folder, note)
+
+
+if __name__ == "__main__":
+    main()
