@@ -205,6 +205,17 @@ def assert_named(layout: Layout, mutant: Mutant, error: ProbeError | CoverageErr
         assert index[0] in mutant.where, (mutant, text)
 
 
+def test_a_fault_in_every_load_that_looks_like_a_constant_to_some_is_named_where_it_is() -> None:
+    """One flipped bit leads out of the codes of one load and within those of another."""
+    spec, rank = mixed([torch.int16])
+    live = dict(rank.live)
+    found = probe(spec=spec, load_weights=rank.load, tensors=lambda: NamedTensors(live, buffers=live))
+    layout = Layout(spec=spec, live=live, load=rank.load, found=found)
+    for bit in range(16):
+        mutant = Mutant(kind="flip", since=0, tensor="int16.matrix", where=(3, 4), bit=bit)
+        assert_named(layout, mutant, caught(layout, mutant))
+
+
 @pytest.mark.parametrize("part", range(5))
 def test_every_one_of_200_random_mutants_is_caught_with_tensor_and_element_named(part: int) -> None:
     rng = random.Random(part)

@@ -176,6 +176,8 @@ class _Seat:
 
     def poll(self, worker: Any) -> bool:
         """Poll, and finish what an update began. A failed session ends here, unless it left this engine's weights mixed."""
+        if isinstance(self.failure, IncompleteUpdateError):
+            raise self.failure
         if self.receiver is None or self.failure is not None:
             return False
         try:
@@ -198,6 +200,8 @@ def _join(
     seat: _Seat | None = getattr(worker, "_weightbridge", None)
     if seat is not None and seat.receiver is not None:
         raise UsageError("weightbridge_join was called before; call weightbridge_leave first")
+    if seat is not None and isinstance(seat.failure, IncompleteUpdateError):
+        raise UsageError("this engine holds the halves of two versions since its last session failed; start it anew")
     chosen = Options(**options)
     if chosen.idle_install:
         raise UsageError(
