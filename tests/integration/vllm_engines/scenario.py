@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,7 +112,21 @@ def look_at_experts(engine: Engine, first: Path, second: Path, note: Callable[..
     note("repaired", repaired=engine.answers(PROMPTS), again_changed=engine.rpc("test_load", folder=str(first)))
 
 
+def end_with_parent() -> None:
+    """Engines must not outlive the test, however it ends: its group, which is this process's own, is killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(0, signal.SIGKILL)
+
+    if os.getpgrp() == os.getpid():
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
+    end_with_parent()
     case, folder = CASES[sys.argv[1]], Path(sys.argv[2])
     result: dict[str, Any] = {}
     begun = time.monotonic()
