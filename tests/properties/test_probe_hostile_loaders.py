@@ -391,3 +391,23 @@ def test_tensors_without_memory_or_with_shared_elements_are_refused() -> None:
         live_tensors({"c": torch.zeros(3, dtype=torch.complex64)})
     with pytest.raises(ProbeError, match="share memory"):
         live_tensors({"o": torch.zeros(9).as_strided((3, 4), (2, 1))})
+
+
+def test_a_loader_that_adds_to_what_it_finds_is_refused() -> None:
+    """It makes NaN of the probe's fill in every load, which is no padding: the element would stay behind at each update."""
+    live = {"w": torch.randn(10, 13).to(BF16), "u": torch.randn(5, 13).to(BF16)}
+
+    def load(tensors: Tensors) -> None:
+        for name, tensor in tensors:
+            live[name][: len(tensor)] = tensor
+        live["w"][9] += 1
+
+    assert refused(load, live, "'w'", "NaN", "held before").tensor == "w"
+    padded = {"w": torch.full((10, 13), float("-inf")).to(BF16), "u": torch.randn(5, 13).to(BF16)}
+
+    def load_padded(tensors: Tensors) -> None:
+        for name, tensor in tensors:
+            padded[name][: len(tensor)] = tensor
+        padded["w"][9] = float("-inf")
+
+    assert len(run(load_padded, padded).constants) == 1

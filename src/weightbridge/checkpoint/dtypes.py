@@ -42,6 +42,12 @@ class DType:
             return (1 << (8 * self.itemsize - 1)) - 1
         return ((self.max_exponent - self.min_exponent + 2) << self.mantissa_bits) - 1
 
+    def is_nan(self, bits: int) -> bool:
+        """Whether raw bits are a NaN, for floats of two bytes and more; narrower ones and integers are never said to be."""
+        if not self.is_float or self.itemsize < 2:
+            return False
+        return bits & ((1 << (8 * self.itemsize - 1)) - 1) > self.largest_bits + 1
+
 
 _TABLE = (
     DType(

@@ -34,6 +34,8 @@ class Options:
     idle_install: let the control thread install when the engine is idle; the engine must then hold `ReceiverAdapter.step()`
         whenever it reads its weights.
     kernels: "native", "reference", or None for the best that works here.
+    backup_weights: True puts the live weights back after the probe (kept in host memory meanwhile), a folder keeps them in an
+        unnamed file there, False leaves what the probe wrote: for engines that get a version before they serve.
     expected_untouched, expected_unused: live tensors the loader need not write, checkpoint tensors nobody need take.
     map_cache: a folder with the layouts of earlier runs, on this machine or shared: a layout found there is proved by one load
         instead of being probed again, by all workers of a side or by none. None: always probe.
@@ -53,7 +55,7 @@ class Options:
     kernels: str | None = None
     expected_untouched: frozenset[str] = frozenset()
     expected_unused: frozenset[str] = frozenset()
-    backup_weights: bool = True
+    backup_weights: bool | str = True
     map_cache: str | None = None
     loader_path_bytes: int = 1 << 30
     connect_timeout_seconds: float = 300.0

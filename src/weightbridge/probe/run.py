@@ -255,8 +255,24 @@ class _Run:
                 tensor=name,
                 tensors=tuple(gaps),
             )
+        self._refuse_nan_constants(self.source_map)
         warn_if_irregular(self.source_map)
         return self.source_map
+
+    def _refuse_nan_constants(self, source_map: SourceMap) -> None:
+        """No loader pads a parameter with NaN; one that computes with what it finds there makes NaN of the probe's fill.
+
+        Such an element would look like a constant and stay behind at every update.
+        """
+        for constant in source_map.constants:
+            live = source_map.live[constant.live]
+            if live.parameter and live.dtype.is_nan(constant.bits):
+                raise ProbeError(
+                    f"live parameter {live.name!r}, storage element {constant.live_start}: every load leaves NaN there. It "
+                    "held NaN before each load, so the loader computes with what the tensor held before; make it write the element "
+                    "outright",
+                    tensor=live.name,
+                )
 
     def _read_locals(self) -> list[torch.Tensor]:
         now = self.tensors()
