@@ -402,7 +402,7 @@ def test_a_loader_that_adds_to_what_it_finds_is_refused() -> None:
             live[name][: len(tensor)] = tensor
         live["w"][9] += 1
 
-    assert refused(load, live, "'w'", "NaN", "held before").tensor == "w"
+    assert refused(load, live, "'w'", "NaN", "what it finds").tensor == "w"
     padded = {"w": torch.full((10, 13), float("-inf")).to(BF16), "u": torch.randn(5, 13).to(BF16)}
 
     def load_padded(tensors: Tensors) -> None:

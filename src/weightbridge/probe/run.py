@@ -269,8 +269,7 @@ class _Run:
             if live.parameter and live.dtype.is_nan(constant.bits):
                 raise ProbeError(
                     f"live parameter {live.name!r}, storage element {constant.live_start}: every load leaves NaN there. It "
-                    "held NaN before each load, so the loader computes with what the tensor held before; make it write the element "
-                    "outright",
+                    "held NaN before each load, so the loader computes with what it finds; make it write the element outright",
                     tensor=live.name,
                 )
 
