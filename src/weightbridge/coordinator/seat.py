@@ -91,14 +91,14 @@ class Seat:
         self.stalled_at = 0.0  # when this worker last stopped computing for an update; written by its own thread
         self.changed = threading.Condition()
         self.state = _State()
-        self.progress = ProgressThread(
-            worker=self.name, spec=checkpoint, options=options, post=self.post, failed=self._suspect
-        )
         join = w.Join(
             protocol=w.PROTOCOL_VERSION, worker=self.name, role=role, engine=engine, rank=rank, size=size, node=node,
             bandwidth=options.bandwidth, spec_digest=checkpoint.digest,
             dtypes=tuple(sorted({t.dtype.name for t in live_tensors(tensors())})),
         )  # fmt: skip
+        self.progress = ProgressThread(
+            worker=self.name, spec=checkpoint, options=options, post=self.post, failed=self._suspect
+        )
         self.control = ControlThread(
             endpoint=endpoint,
             join=join,

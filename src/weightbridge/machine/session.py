@@ -171,10 +171,9 @@ class SessionMachine:
         self._plan_digest = ""
         self._probed: set[str] = set()
         self._maps: dict[str, bytes] = {}
-        self._side_steps: dict[
-            str, int
-        ] = {}  # engine, or "" for the trainers -> step of what its workers tell each other
-        self._side_words: dict[str, dict[str, bytes]] = {}  # the same -> worker -> its word at that step
+        # What the workers of a side ("" for the trainers) tell each other while they probe: the step, and the words at it.
+        self._side_steps: dict[str, int] = {}
+        self._side_words: dict[str, dict[str, bytes]] = {}  # side -> worker -> its word
         self._endpoints: dict[str, w.PeerEndpoint] = {}
         self._connected: set[str] = set()
         self._send_ready: dict[str, int] = {}
