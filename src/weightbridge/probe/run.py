@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ from weightbridge.probe.live import distinct_elements, live_tensors, local_tenso
 from weightbridge.probe.loader_path import Agree, find_loader_path
 from weightbridge.probe.observe import fill_sentinel, sentinel_bits
 from weightbridge.probe.perturbed import OpposedValues, has_small_tensors
+from weightbridge.probe.snapshot import Snapshot
 from weightbridge.probe.values import VerificationValues, coded_tensors, describe_bits, verification_tensors
 from weightbridge.probe.verify import Mismatch, Values, mismatches
 
@@ -119,7 +119,7 @@ class _Run:
     progress: Progress | None
     allow_loader_path: bool
     locals: list[torch.Tensor] = field(default_factory=list)
-    addresses: list[tuple[Any, ...]] = field(default_factory=list)
+    before: Snapshot | None = None  # where the live tensors lay when the loads began
     failure: Exception | None = None
     source_map: SourceMap | None = None
     computed: dict[int, ProbeError] = field(default_factory=dict)  # live tensors that are no copies, and what was seen
@@ -130,9 +130,9 @@ class _Run:
     def restore(self, kept: Backup) -> None:
         """Put the copies back, and into whatever storage the loader put in the tensors' place."""
         kept.restore()
-        if self.options.backup is False or not self._moved(self.tensors()):
-            return
         now = self.tensors()
+        if self.options.backup is False or self.before is None or self.before.moved(now) is None:
+            return
         kept.restore([local_tensor(now[t.name]) if t.name in now else None for t in self.live])
 
     def all_loads(self) -> None:
@@ -142,7 +142,7 @@ class _Run:
         self.num_planned = num_loads(self.spec, self.dtypes)
         values = VerificationValues(self.spec, self.options.seed, zeros=True)
         self.locals = self._read_locals()
-        self.addresses = [_address(t) for t in self.locals]
+        self.before = Snapshot(self.tensors(), contents=False)
         records = [TensorRecord.of(t) for t in self.live]
         for pass_ in range(table.num_passes):
             self._load(coded_tensors(self.spec, table, pass_), pass_)
@@ -310,20 +310,8 @@ class _Run:
         except LayoutError as error:
             self.failure = error
 
-    def _moved(self, now: Mapping[str, torch.Tensor]) -> str | None:
-        """What a load changed about the tensors themselves, in words."""
-        if set(now) != {t.name for t in self.live}:
-            changed = set(now) ^ {t.name for t in self.live}
-            return f"the set of live tensors changed by {min(changed)!r}"
-        for described, before in zip(self.live, self.addresses, strict=True):
-            after = _address(local_tensor(now[described.name]))
-            if after != before:
-                old, new = _describe_address(before), _describe_address(after)
-                return f"live tensor {described.name!r} was {old} and is now {new}"
-        return None
-
     def _check_addresses(self) -> None:
-        change = self._moved(self.tensors())
+        change = None if self.before is None else self.before.moved(self.tensors())
         if change is not None:
             raise ProbeError(
                 f"load_weights does not write in place: {change}. Addresses must stay, since captured graphs and registered "
@@ -366,17 +354,6 @@ class _Run:
         self.num_done += 1
         if self.progress is not None:
             self.progress(what, self.num_done, self.num_planned)
-
-
-def _address(local: torch.Tensor) -> tuple[Any, ...]:
-    # An empty tensor has no address to keep.
-    pointer = local.data_ptr() if local.numel() else 0
-    return pointer, tuple(local.shape), tuple(local.stride()), str(local.dtype), str(local.device)
-
-
-def _describe_address(address: tuple[Any, ...]) -> str:
-    pointer, shape, strides, dtype, device = address
-    return f"{dtype} {list(shape)} strides {list(strides)} on {device} at {pointer:#x}"
 
 
 def _constant(live: int, lattice: Lattice, bits: int) -> Constant:
