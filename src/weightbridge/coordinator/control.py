@@ -50,7 +50,7 @@ class ControlThread:
         self._channel: Channel | None = None
         self._nonce = Channel.nonce()
         self._joined = False
-        self._failed = False  # nothing more is expected of the hub
+        self._settled = False  # nothing more is expected of the hub
         self._last_heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"wb-control-{join.worker}", daemon=True)
 
@@ -69,7 +69,7 @@ class ControlThread:
 
     def stop_watching(self) -> None:
         """On the control thread: the hub has closed in good order; its silence means nothing any more."""
-        self._failed = True
+        self._settled = True
 
     def close(self) -> None:
         """Send what is queued and end the thread, within five seconds. Idempotent."""
@@ -99,7 +99,7 @@ class ControlThread:
         try:
             while True:
                 now = time.monotonic()
-                if self._channel is None and now >= next_hello and not self._failed:
+                if self._channel is None and now >= next_hello and not self._settled:
                     next_hello = now + _HELLO_SECONDS
                     with suppress(zmq.Again):
                         socket.send(b"H" + self._nonce, zmq.NOBLOCK)
@@ -120,7 +120,7 @@ class ControlThread:
             socket.close(_LINGER_MS)
 
     def _check_hub(self, now: float, begun: float) -> None:
-        if self._failed:
+        if self._settled:
             return
         if not self._joined and now - begun > self._options.connect_timeout_seconds:
             self._fail(
@@ -136,7 +136,7 @@ class ControlThread:
             self._fail(ConnectError(f"{HUB_WORKER}, which hosts the session, {reason}", causes={HUB_WORKER: reason}))
 
     def _fail(self, error: WeightBridgeError) -> None:
-        self._failed = True
+        self._settled = True
         self._on_failure(error)
 
     def _send(self, socket: zmq.Socket[bytes], message: w.Message) -> None:
@@ -163,7 +163,7 @@ class ControlThread:
         if kind == b"C" and self._channel is None and len(body) == NONCE_BYTES:
             self._channel = Channel(token=self._options.token, dialler_nonce=self._nonce, hub_nonce=body, is_hub=False)
             self._send(socket, self._join)
-        elif kind == b"X" and not self._joined and not self._failed:
+        elif kind == b"X" and not self._joined and not self._settled:
             self._fail(
                 ConnectError(
                     f"{self._join.worker} was not let in at {self._endpoint}: the token is not the session's; "
@@ -184,7 +184,7 @@ class ControlThread:
             case w.Heartbeat():
                 pass
             case w.Rejected(reason=reason):
-                if not self._failed:
+                if not self._settled:
                     who = self._join.worker
                     self._fail(
                         ConnectError(f"{who} was not let in at {self._endpoint}: {reason}", causes={who: reason})

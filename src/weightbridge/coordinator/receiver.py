@@ -10,6 +10,7 @@ from weightbridge.coordinator.options import Group, Options, check_endpoint, ran
 from weightbridge.coordinator.seat import LoadWeights, OnProgress, Seat, Tensors, seconds_since_epoch
 from weightbridge.coordinator.step_agreement import StepAgreement
 from weightbridge.errors import IncompleteUpdateError, TransferTimeout, UsageError, WeightBridgeError
+from weightbridge.machine.session import HUB_WORKER
 
 __all__ = ["ReceiverAdapter"]
 
@@ -83,7 +84,7 @@ class ReceiverAdapter:
             raise TransferTimeout(
                 f"{self._seat.name} waited {self._options.update_timeout_seconds + _GRACE_SECONDS:.0f} s for an update of the "
                 "idle engine to end; look at the other workers of the session",
-                waiting_for=("trainer/0",), seconds=self._options.update_timeout_seconds,
+                waiting_for=(HUB_WORKER,), seconds=self._options.update_timeout_seconds,
             )  # fmt: skip
         try:
             yield self.poll_requests()

@@ -13,6 +13,7 @@ from weightbridge.coordinator.gate import Gate
 from weightbridge.errors import TransferTimeout
 from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
+from weightbridge.machine.session import HUB_WORKER
 
 __all__ = ["StepAgreement"]
 
@@ -59,7 +60,7 @@ class StepAgreement:
                     raise TransferTimeout(
                         f"an engine worker waited {seconds:.0f} s at poll {count} for the decision on the step to install at; "
                         "look at the process of trainer rank 0, which hosts the session",
-                        waiting_for=("trainer/0",), seconds=seconds,
+                        waiting_for=(HUB_WORKER,), seconds=seconds,
                     )  # fmt: skip
                 self._changed.wait(left)
 

@@ -155,6 +155,7 @@ class Link(ABC):
             self._urgent.clear()
             self._changed.notify_all()
         self._shutdown(socket.SHUT_RDWR)
+        # No time-out: the shutdown ends whatever they block on, and to return before they have ended would break the promise.
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
