@@ -52,7 +52,6 @@ class _State:
 
     failure: WeightBridgeError | None = None
     suspicion: tuple[float, WeightBridgeError] | None = None  # (when to believe it, what this worker saw itself)
-    joined: bool = False
     ready: bool = False
     closed: bool = False
     probe_with: frozenset[str] | None = None
@@ -160,7 +159,6 @@ class Seat:
                 options=ProbeOptions(
                     backup=self.options.backup_weights,
                     expected_untouched=self.options.expected_untouched,
-                    expected_unused=self.options.expected_unused,
                     loader_path_bytes=self.options.loader_path_bytes,
                 ),
             )  # fmt: skip
@@ -226,7 +224,6 @@ class Seat:
         match message:
             case w.Welcome(session=session):
                 self._session = session
-                self._set(joined=True)
             case w.RunProbe(dtypes=dtypes):
                 self._set(probe_with=frozenset(dtypes))
             case w.SideHeard(step=step, data=data):

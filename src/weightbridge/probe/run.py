@@ -47,13 +47,11 @@ Progress = Callable[[str, int, int], None]
 class ProbeOptions:
     """backup: put the weights back afterwards: True keeps a copy of them in host memory meanwhile, a folder one in a file
     there; False when they are about to be overwritten anyway. expected_untouched: live parameters the loader is right not
-    to write. expected_unused: checkpoint tensors that need land nowhere (judged over a whole side, by the coordinator).
-    seed: of the verification values; equal on all ranks of a side. loader_path_bytes: of the checkpoint tensors that may be
-    carried whole for the loader."""
+    to write. seed: of the verification values; equal on all ranks of a side. loader_path_bytes: of the checkpoint tensors
+    that may be carried whole for the loader."""
 
     backup: bool | str | Path = True
     expected_untouched: frozenset[str] = frozenset()
-    expected_unused: frozenset[str] = frozenset()
     seed: int = 0
     loader_path_bytes: int = 1 << 30
 

@@ -222,7 +222,7 @@ class _Contract:
         try:
             self.source_map = found = probe(
                 spec=loader.spec, load_weights=counted, tensors=loader.tensors, allow_loader_path=True, agree=self.agree,
-                options=ProbeOptions(expected_untouched=names, expected_unused=loader.expected_unused, seed=self.seed),
+                options=ProbeOptions(expected_untouched=names, seed=self.seed),
             )  # fmt: skip
         except LayoutError as error:
             self._add("distinct values", Status.FAIL, error.message, _probe_remedy(error), error)
