@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 from tests import computing_loaders as toy
-from tests.multiprocess.test_session_in_process import Worker, free_endpoint
+from tests.multiprocess.test_session_in_process import Worker
 
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter, UpdateReport
 from weightbridge.errors import IncompleteUpdateError, InfeasibleError, ProbeError, WeightBridgeError
+from weightbridge.testing.ports import free_port
 
 ROWS = (*toy.Together.rows(), *toy.TensorParallelPart.ROWS)
 SIZE = toy.TensorParallelPart.SIZE
@@ -66,7 +67,7 @@ class EngineWorker:
 class Job:
     def __init__(self, chosen: Options, *, versions: int = 2) -> None:
         self.spec = toy.spec_of(ROWS)
-        self.endpoint, self.options, self.versions = free_endpoint(), chosen, versions
+        self.endpoint, self.options, self.versions = f"tcp://127.0.0.1:{free_port()}", chosen, versions
         self.together = toy.Collective(SIZE)
         self.stop = threading.Event()
         self.wrong: list[str] = []

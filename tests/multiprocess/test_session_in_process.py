@@ -23,6 +23,7 @@ from weightbridge.errors import (
     WeightBridgeError,
     WorkerError,
 )
+from weightbridge.testing.ports import free_port
 
 FAST = Options(
     slot_bytes=24576,
@@ -33,12 +34,6 @@ FAST = Options(
 )
 IMPATIENT = Options(connect_timeout_seconds=2.5, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5)
 ENGINES = {"tp": toy.TP, "solo": 1}
-
-
-def free_endpoint() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{s.getsockname()[1]}"
 
 
 class Worker:
@@ -66,7 +61,7 @@ class Job:
 
     def __init__(self, *, options: Options = FAST, versions: int = 3, engines: dict[str, int] | None = None) -> None:
         self.spec = toy.checkpoint_spec()
-        self.endpoint = free_endpoint()
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.options = options
         self.versions = versions
         self.expected = ENGINES
@@ -278,7 +273,7 @@ def test_a_connect_that_fails_leaves_no_thread_and_no_port_behind() -> None:
     before = {t.name for t in threading.enumerate()}
     spec = toy.checkpoint_spec()
     shard = toy.TrainerShard(spec, 0, 1)
-    endpoint = free_endpoint()
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     for _ in range(2):
         sender = SenderAdapter(
             group=None, endpoint=endpoint, checkpoint=spec, load_weights=shard.load_weights, tensors=shard.tensors,
@@ -330,7 +325,7 @@ def test_endpoints_are_checked() -> None:
         SenderAdapter(endpoint="127.0.0.1:1", **common)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="token"):
         SenderAdapter(endpoint="tcp://198.18.0.1:29700", **common)  # type: ignore[arg-type]
-    sender = SenderAdapter(endpoint=free_endpoint(), **common)  # type: ignore[arg-type]
+    sender = SenderAdapter(endpoint=f"tcp://127.0.0.1:{free_port()}", **common)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="connect"):
         sender.send_weights(1)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -15,15 +14,11 @@ from pathlib import Path
 import pytest
 from tests.multiprocess import retry_worker
 
+from weightbridge.testing.ports import free_port
+
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.multiprocess.death_worker", "tests.multiprocess.retry_worker"])
 WORKERS = ("trainer/0", "tp/0", "tp/1", "tp/2", "solo/0")
-
-
-def endpoint() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{s.getsockname()[1]}"
 
 
 def start(config: dict[str, object]) -> BaseProcess:
@@ -36,7 +31,11 @@ def start(config: dict[str, object]) -> BaseProcess:
 @pytest.mark.timeout(170)
 def test_nothing_of_a_stopped_attempt_lands(tmp_path: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    common = {"endpoints": [endpoint(), endpoint()], "scale": 2000, "resumed": str(tmp_path / "resumed")}
+    common = {
+        "endpoints": [f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"],
+        "scale": 2000,
+        "resumed": str(tmp_path / "resumed"),
+    }
 
     def config(worker: str, sessions: list[int], name: str, victim: bool = False) -> dict[str, object]:
         return {**common, "worker": worker, "sessions": sessions, "victim": victim, "result": str(tmp_path / name)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.multiprocess import death_worker
+
+from weightbridge.testing.ports import free_port
 
 # One process imports torch, the workers are forked from it: six imports at once would take longer than the test.
 CONTEXT = get_context("forkserver")
@@ -24,9 +25,7 @@ def run_job(
     tmp_path: Path, victim: str, how: signal.Signals, heartbeat_timeout: float
 ) -> tuple[dict[str, dict], float]:
     """Results of the survivors, and when the victim was seen dead or stopped."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{s.getsockname()[1]}"
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     processes: dict[str, BaseProcess] = {}
     try:

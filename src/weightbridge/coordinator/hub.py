@@ -49,14 +49,16 @@ class Hub:
         """Binds the endpoint. Raises ConnectError when it is taken or no address of this machine."""
         self._spec = spec
         self._options = options
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        # A context of its own: ending it waits until the port is really free, which closing a socket does not.
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, w.MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(0)
+            self._context.destroy(linger=0)
             raise ConnectError(
                 f"cannot listen on {endpoint}: {error.strerror or error}; another session may use the port: "
                 "choose a free one or end that session",
@@ -83,7 +85,7 @@ class Hub:
         self._thread.start()
 
     def close(self) -> None:
-        """Flush what is still to be said, within two seconds, and end the thread."""
+        """Flush what is still to be said, within two seconds, end the thread and give the port back."""
         self._stopping.set()
         self._thread.join(5.0)
 
@@ -102,7 +104,7 @@ class Hub:
                         self._send(connection, w.Heartbeat())
             self._drain()
         finally:
-            self._socket.close(_LINGER_MS)
+            self._context.destroy(linger=_LINGER_MS)
 
     def _drain(self) -> None:
         """Everything that has come in. A frame that is not understood costs its sender the answer and nobody else."""

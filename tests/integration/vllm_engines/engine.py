@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from tests.integration.vllm_engines import checkpoints
 from vllm import LLM, SamplingParams
 
 from weightbridge import Options, SenderAdapter, spec_from_folder
+from weightbridge.testing.ports import free_port
 
 __all__ = ["Engine", "Session", "running"]
 
@@ -70,7 +70,7 @@ class Session:
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
-        self.endpoint = _free_endpoint()
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.folder = folder
         self.spec = spec_from_folder(folder)
         self.live = checkpoints.read(folder)
@@ -125,12 +125,6 @@ class Session:
                 raise (raised[0] if raised else error) from error
         if raised:
             raise raised[0]
-
-
-def _free_endpoint() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{s.getsockname()[1]}"
 
 
 @contextmanager

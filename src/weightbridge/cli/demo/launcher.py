@@ -21,6 +21,7 @@ from weightbridge.cli.demo.record import DemoRecord
 from weightbridge.cli.demo.supervisor import Event, Exited, Supervisor, how_it_ended
 from weightbridge.cli.demo.verdict import Verdict, judge
 from weightbridge.errors import InternalError, UsageError, WeightBridgeError, WorkerError
+from weightbridge.testing.ports import free_port
 
 __all__ = [
     "DEFAULT_ANSWER",
@@ -188,16 +189,18 @@ def _port(requested: int | None) -> int:
     """A TCP port of the loopback address that is free now. Raises UsageError when the requested one is not."""
     if requested is not None and not 0 < requested < 65536:
         raise UsageError(f"--port {requested}: expected a number from 1 to 65535")
+    if requested is None:
+        return free_port(_HOST)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((_HOST, requested or 0))
+            probe.bind((_HOST, requested))
         except OSError as error:
             raise UsageError(
                 f"--port {requested}: cannot be bound on {_HOST} ({error.strerror}); end the process that holds it, "
                 f"name another port or leave the option out"
             ) from None
-        return int(probe.getsockname()[1])
+    return requested
 
 
 def _config(options: DemoOptions, folder: CheckpointFolder, degree: int, port: int, work_dir: Path) -> DemoConfig:
