@@ -15,7 +15,7 @@ import numpy as np
 from weightbridge.checkpoint.dtypes import DType, dtype_named
 from weightbridge.checkpoint.spec import CheckpointSpec, TensorSpec
 from weightbridge.layout.source_map import CopyTable, LiveTensor, SourceMap
-from weightbridge.plan.topology import Role, Topology, Worker
+from weightbridge.plan.topology import NodeGroup, Role, Topology, Worker
 
 
 @dataclass
@@ -164,6 +164,34 @@ def random_job(seed: int) -> Job:
     for e in range(rng.randrange(1, 4)):
         add_group(Role.ROLLOUT, f"e{e}")
     return Job(spec, Topology(workers=tuple(workers)), layouts)
+
+
+def two_cluster_job(seed: int) -> Job:
+    """Trainers in two clusters, each with replicas on three nodes, uneven in all; and a node in neither."""
+    rng = random.Random(f"two clusters {seed}")
+    dtypes = ["BF16", "F32", "U8", "BF16"]
+    shapes = [(rng.randrange(20, 60), rng.randrange(5, 30)) for _ in dtypes]
+    spec = CheckpointSpec(
+        tensors=tuple(
+            TensorSpec(name=f"t{i}", shape=shape, dtype=dtype_named(d))
+            for i, (shape, d) in enumerate(zip(shapes, dtypes, strict=True))
+        )
+    )
+    workers, layouts = [], []
+    for role, nodes in ((Role.TRAINER, ("tw", "te")), (Role.ROLLOUT, ("w0", "w1", "w2", "e0", "e1", "e2", "spare"))):
+        for node in nodes:
+            size = rng.randrange(1, 3)
+            engine = node if role is Role.ROLLOUT else ""
+            for rank in range(size):
+                speed = rng.choice([1e9, 1e9, 2e9, 3e8])
+                name = f"{node}/{rank}"
+                workers.append(Worker(name=name, role=role, node=node, rank=rank, engine=engine, bandwidth=speed))
+            layouts += _group_layouts(rng, spec, size, whole=role is Role.TRAINER or rng.random() < 0.7)
+    groups = tuple(
+        NodeGroup(name=name, nodes=nodes, bandwidth=rng.choice([2e8, 8e8]))
+        for name, nodes in (("west", ("tw", "w0", "w1", "w2")), ("east", ("te", "e0", "e1", "e2")))
+    )
+    return Job(spec, Topology(workers=tuple(workers), groups=groups), layouts)
 
 
 def _group_layouts(rng, spec: CheckpointSpec, size: int, *, whole: bool) -> list[Layout]:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from tests import toy_programs as toy
 
 from weightbridge.errors import InfeasibleError
+from weightbridge.plan.plan import STAGES
 from weightbridge.plan.planner import PlanOptions, make_plan
 from weightbridge.program import decode_program, encode_program, lower, verify_program, verify_programs
 from weightbridge.testing.memory_driver import MemoryDriver
@@ -127,6 +128,41 @@ def test_memory_equals_a_naive_copy_with_casts(seed: int) -> None:
     for w in workers:
         for found, expected in zip(live[w], job.live(w, checkpoint), strict=True):
             assert (found == expected).all()
+
+
+def needed_in(job, nodes) -> int:
+    """Distinct checkpoint bytes that the rollouts on these nodes need, from their placements."""
+    taken = [np.zeros(t.shape, dtype=bool) for t in job.spec.tensors]
+    for w in job.topology.rollouts:
+        for p in job.layouts[w].placements if job.topology.workers[w].node in nodes else ():
+            taken[p.tensor][tuple(slice(a, a + (n - 1) * s + 1, s) for a, s, n in p.box)] = True
+    return sum(int(t.sum()) * spec.dtype.itemsize for t, spec in zip(taken, job.spec.tensors, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_between_clusters_each_byte_travels_once(seed: int) -> None:
+    """What comes into a cluster, and what its own trainers send first inside it, is together what it needs."""
+    job = toy.two_cluster_job(seed)
+    plan = plan_of(job, SLOT_BYTES[2 + seed % 3], 1 + seed % 4)
+    assert (plan.hops["stage"] == STAGES.index("relay")).any()
+    workers, checkpoint = job.topology.workers, job.checkpoint(seed)
+    live = {w: job.live(w, checkpoint if w in job.topology.trainers else None) for w in range(len(workers))}
+    programs = programs_of(job, plan)
+    driver = MemoryDriver(programs, {w: [a.view(np.uint8) for a in arrays] for w, arrays in live.items()})
+    outcome = driver.run(seed=seed)
+    check_outcome(job, plan, outcome)
+    for w in range(len(workers)):
+        for found, expected in zip(live[w], job.live(w, checkpoint), strict=True):
+            assert (found == expected).all()
+    for group in job.topology.groups:
+        inside = [w.node in group.nodes for w in workers]
+        crossed = sum(n for (a, b), n in outcome.moved_bytes.items() if inside[b] and not inside[a])
+        own = sum(
+            n for (a, b), n in outcome.moved_bytes.items() if inside[b] and inside[a] and a in job.topology.trainers
+        )
+        assert crossed + own == needed_in(job, group.nodes)
+    sent = sum(n for (a, _), n in outcome.moved_bytes.items() if a in job.topology.trainers)
+    assert sent == needed_in(job, job.topology.nodes)
 
 
 def test_random_jobs_reach_what_they_are_meant_to_reach() -> None:

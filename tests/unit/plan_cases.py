@@ -53,8 +53,8 @@ def rollout(engine, rank, node, bandwidth=1e9):
     return Worker(name=f"{engine}/{rank}", role=Role.ROLLOUT, node=node, rank=rank, engine=engine, bandwidth=bandwidth)
 
 
-def topology(*workers, node_bandwidth=()):
-    return Topology(workers=workers, node_bandwidth=node_bandwidth)
+def topology(*workers, node_bandwidth=(), groups=()):
+    return Topology(workers=workers, node_bandwidth=node_bandwidth, groups=groups)
 
 
 def rows(n, part, parts):

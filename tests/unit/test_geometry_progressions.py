@@ -100,3 +100,28 @@ def test_refine_of_plain_ranges_makes_no_array_of_the_extent():
 def test_refine_keeps_an_interleave_as_two_progressions():
     start, step, count = refine(*columns([(0, 2, 50), (1, 2, 50), (0, 1, 100)]))
     assert list(zip(start.tolist(), step.tolist(), count.tolist(), strict=True)) == [(0, 2, 50), (1, 2, 50)]
+
+
+def test_refine_of_strided_progressions_leaves_out_what_nobody_has():
+    # 40 is in none, though it lies between a range and the second progression
+    start, step, count = refine(*columns([(10, 1, 20), (12, 3, 9), (41, 2, 5)]))
+    cells = [members(*cell) for cell in zip(start.tolist(), step.tolist(), count.tolist(), strict=True)]
+    assert set().union(*cells) == {*range(10, 30), *range(12, 39, 3), *range(41, 50, 2)}
+    assert {12, 15, 18, 21, 24, 27} in cells
+    assert {30, 33, 36} in cells
+
+
+def test_refine_gives_a_cell_to_each_of_many_short_ranges():
+    order = np.random.default_rng(3).permutation(2000)
+    found = refine(np.append(order, 0), np.ones(2001, dtype=np.int64), np.append(np.ones(2000, dtype=np.int64), 2001))
+    assert found[0].tolist() == list(range(2001))
+    assert set(found[2].tolist()) == {1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.just(1), st.integers(1, 9)), min_size=1, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_refine_of_ranges_leaves_out_what_nobody_has(rows):
+    cells = [members(*cell) for cell in zip(*refine(*columns(rows)), strict=True)]
+    given_sets = [members(*row) for row in rows]
+    assert set().union(*cells) == set().union(*given_sets)
+    assert all(cell <= one or not cell & one for cell in cells for one in given_sets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from tests.unit.plan_cases import everything, rollout, rows, spec_of, takes, topology, trainer
@@ -172,11 +174,87 @@ def test_workers_roles_and_maps_must_match():
         job_of(spec, (True, False), everything(spec))
 
 
-def test_equal_layouts_are_expanded_once():
+def test_workers_of_equal_layout_and_role_are_one_kind(monkeypatch):
+    from weightbridge.layout import correspondence as module
+
+    calls = []
+    real = module.expand
+    monkeypatch.setattr(module, "expand", lambda *a: calls.append(1) or real(*a))
     spec = spec_of((6, 4))
-    job = job_of(spec, (True, True, False), everything(spec), everything(spec), everything(spec))
-    assert job.boxes[0] is job.boxes[2]
-    assert len(job.rows) == 3
+    half = takes(spec, (0, slice(0, 3)))
+    job = job_of(
+        spec, (True, False, True, False, True), everything(spec), half, half, everything(spec), everything(spec)
+    )
+    assert job.kind_of.tolist() == [0, 1, 2, 3, 0]
+    assert job.kinds == (0, 1, 2, 3)
+    assert job.boxes[0] is job.boxes[3]
+    assert len(calls) == 2
+    assert job.rows[:, :2].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
+
+
+def owners_by_element(job):
+    """(holders, needers) -> elements of each tensor, from the copies' flat offsets one by one."""
+    having = {}
+    for worker, source_map in enumerate(job.maps):
+        c = source_map.copies
+        for row in range(len(c)):
+            for steps in np.ndindex(*c.count[row]):
+                flat = int(c.src_start[row]) + int(np.dot(steps, c.src_stride[row]))
+                having.setdefault((int(c.tensor[row]), flat), set()).add(worker)
+    found = {}
+    for element, workers in having.items():
+        holders, needers = (tuple(sorted(w for w in workers if job.holds[w] is held)) for held in (True, False))
+        if needers:
+            found.setdefault((holders, needers), set()).add(element)
+    return found
+
+
+def random_slice(rng, extent):
+    low, high = sorted(rng.choice(extent + 1, 2, replace=False).tolist())
+    return slice(low, high, int(rng.integers(1, 4)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_classes_are_what_the_elements_say(seed):
+    """More kinds than bits in a byte; strided boxes, replicas of whole and partial maps, one map on both sides."""
+    rng = np.random.default_rng(seed)
+    spec = spec_of((5, 6), (7,), (5, 6), (2, 3, 4))
+    pool = [
+        takes(spec, *((i, *(random_slice(rng, n) for n in spec.tensors[i].shape)) for i in (0, 1, 2, 3, 3)))
+        for _ in range(11)
+    ]
+    maps = [everything(spec), *(pool[i] for i in (*range(11), *rng.integers(0, 11, 6).tolist()))]
+    job = job_of(spec, (True, *(rng.integers(0, 2, 17) == 1).tolist()), *maps)
+    assert len(job.kinds) > 8
+    table, classes = classify(job, overlay(job))
+    found = {(c.holders, c.needers): set() for c in classes}
+    pitch = [np.cumprod([1, *t.shape[:0:-1]])[::-1].tolist() for t in spec.tensors]
+    for i, class_id in enumerate(table.class_id.tolist()):
+        tensor = int(table.tensor[i])
+        own = found[classes[class_id].holders, classes[class_id].needers]
+        for steps in np.ndindex(*table.count[i]):
+            at = (table.start[i] + np.array(steps) * table.step[i]).tolist()
+            element = (tensor, sum(a * p for a, p in zip(at, pitch[tensor], strict=False)))
+            assert element not in own
+            own.add(element)
+    assert found == owners_by_element(job)
+    assert [c.nbytes for c in classes] == [2 * len(found[c.holders, c.needers]) for c in classes]
+
+
+def test_elements_in_any_order_need_no_table_of_all_pairs():
+    # 1500 elements, each a box of its own: a table of boxes by cells would hold more than two million entries
+    spec = spec_of((1500,))
+    order = np.random.default_rng(1).permutation(1500).tolist()
+    whole = everything(spec)
+    copies = CopyTable.from_rows([(0, 0, element, at, ()) for at, element in enumerate(order)])
+    job = job_of(spec, (True, False), SourceMap(spec_digest=spec.digest, live=whole.live, copies=copies), whole)
+    assert len(job.rows) == 1501
+    tracemalloc.start()
+    atoms = overlay(job)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert atoms.start[:, 0].tolist() == list(range(1500))
+    assert peak < 2 << 20
 
 
 def test_the_case_helpers_build_what_they_say():

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
-from tests import toy_programs as toy
+from tests.unit.program_cases import house, with_round
 
+from weightbridge.checkpoint.dtypes import dtype_named
+from weightbridge.checkpoint.spec import CheckpointSpec, TensorSpec
 from weightbridge.errors import InfeasibleError, InternalError
-from weightbridge.plan.planner import PlanOptions, make_plan
+from weightbridge.layout.source_map import CopyTable, LiveTensor, SourceMap
+from weightbridge.plan import HOP, Plan, Role, Topology, Worker, make_plan
 from weightbridge.program import Op, WorkerProgram, lower, verify_program, verify_programs
 from weightbridge.testing.memory_driver import MemoryDriver
 
 TRAINER, RECEIVER, READER = 0, 5, 6  # b/1 (5) holds what its neighbour c/0 (6) reads
-
-
-@cache
-def house():
-    job = toy.house_job()
-    options = PlanOptions(slot_bytes=1 << 20, alignment=64, min_rounds=5)
-    plan = make_plan(job.spec, job.topology, job.maps, options=options)
-    return job, plan, [lower(plan, job.spec, m, w) for w, m in enumerate(job.maps)]
-
-
-def with_round(program: WorkerProgram, k: int, **changes) -> WorkerProgram:
-    rounds = list(program.rounds)
-    rounds[k] = replace(rounds[k], **changes)
-    return replace(program, rounds=tuple(rounds))
 
 
 def replaced(program: WorkerProgram) -> list[WorkerProgram]:
@@ -203,13 +191,14 @@ def test_another_plan_codec_or_number_of_copies_is_refused() -> None:
 
 def test_slots_over_budget_or_overlapping_are_refused() -> None:
     program = house()[2][RECEIVER]
-    big = replace(program.slots[1], capacity_bytes=(1 << 20) + 64)
-    error = refused_alone(replace(program, slots=(program.slots[0], big)), "'exchange'", "'b/1'", error=InfeasibleError)
+    receive, exchange, *rest = program.slots
+    big = replace(exchange, capacity_bytes=(1 << 20) + 64)
+    error = refused_alone(replace(program, slots=(receive, big, *rest)), "'exchange'", "'b/1'", error=InfeasibleError)
     assert (error.needed_bytes, error.budget_bytes) == ((1 << 20) + 64, 1 << 20)
-    refused_alone(replace(program, slots=(program.slots[0], replace(program.slots[1], arena_offset=0))), "overlaps")
-    refused_alone(replace(program, slots=program.slots[:1]), "expected ['receive', 'exchange']")
-    small = replace(program.slots[0], capacity_bytes=64)
-    refused_alone(replace(program, slots=(small, program.slots[1])), "leaves its slot of 64 bytes")
+    refused_alone(replace(program, slots=(receive, replace(exchange, arena_offset=0), *rest)), "overlaps")
+    refused_alone(replace(program, slots=(receive,)), "expected ['receive', 'exchange', 'relay']")
+    small = replace(receive, capacity_bytes=64)
+    refused_alone(replace(program, slots=(small, exchange, *rest)), "leaves its slot of 64 bytes")
 
 
 # --- descriptors ------------------------------------------------------------------------------------------------------
@@ -294,3 +283,122 @@ def test_a_trainer_does_not_assemble_and_a_rollout_does_not_pack() -> None:
     _, _, programs = house()
     pack = programs[TRAINER].rounds[0].pack
     refused_alone(with_round(programs[READER], 0, pack=pack), "round 0", "a trainer packs and a rollout assembles")
+
+
+# --- what the plan, the map and the verifier itself must be -----------------------------------------------------------
+
+
+def test_every_element_is_looked_at_when_exhaustive(monkeypatch) -> None:
+    """Were the proof on axes blind, the look at each element would still see an element that is not where it should be."""
+    monkeypatch.setattr("weightbridge.program.contents._follows", lambda *args: np.ones(len(args[-1]), dtype=bool))
+    for worker, k in tables():
+        side = "src_offset" if worker == TRAINER else "dst_offset"
+        size = 4 if worker == TRAINER else 2
+        wrong = changed_table(worker, k, _set(side, 0, lambda v, size=size: v + size))
+        refused_alone(wrong, f"round {k}", "which the source map does not have at byte", exhaustive=True)
+
+
+def test_counts_whose_product_wraps_around_are_refused() -> None:
+    one, other = 7, pow(7, -1, 1 << 64)
+    assert one * other % (1 << 64) == 1
+    assert 0 < other < 1 << 63  # so that it is a count
+    for worker, k in tables():
+        round_ = house()[2][worker].rounds[k]
+        table = round_.pack if worker == TRAINER else round_.assemble.table
+        wrapped = np.concatenate([[one, other], table["count"][0][2:]])
+        assert table["count"][0][:2].tolist() == [1, 1]
+        refused_alone(changed_table(worker, k, _set("count", 0, wrapped)), f"round {k}", "more than any slot holds")
+
+
+def test_a_program_checked_against_another_map_is_refused() -> None:
+    job, plan, programs = house()
+    with pytest.raises(InternalError, match=r"'a/0'.*source map"):
+        verify_program(programs[2], plan, job.spec, job.maps[3])
+
+
+def test_elements_that_the_plan_does_not_give_a_worker_are_refused() -> None:
+    job, plan, _ = house()
+    for i, c in enumerate(plan.classes):
+        if 4 in c.needers and len(c.needers) > 1:
+            classes = list(plan.classes)
+            classes[i] = replace(c, needers=tuple(w for w in c.needers if w != 4))
+            poor = replace(plan, classes=tuple(classes))
+            program = lower(poor, job.spec, job.maps[4], 4)
+            with pytest.raises(InternalError, match=r"'b/0'.*never assembled"):
+                verify_program(program, poor, job.spec, job.maps[4])
+
+
+def small_job(live_rows) -> tuple[CheckpointSpec, Topology, list[SourceMap]]:
+    """Two trainers with four rows each of an (8, 6) tensor, and one rollout with these rows of a CopyTable."""
+    bf16 = dtype_named("BF16")
+    spec = CheckpointSpec(tensors=(TensorSpec(name="w", shape=(8, 6), dtype=bf16),))
+    live = (LiveTensor(name="live", shape=(60,), strides=(1,), dtype=bf16),)
+
+    def of(rows) -> SourceMap:
+        return SourceMap(spec_digest=spec.digest, live=live, copies=CopyTable.from_rows(rows))
+
+    workers = [Worker(name=f"trainer/{r}", role=Role.TRAINER, node="n0", rank=r) for r in range(2)]
+    workers.append(Worker(name="a/0", role=Role.ROLLOUT, node="n1", rank=0, engine="a"))
+    halves = [of([(0, 0, 24 * r, 0, ((24, 1, 1),))]) for r in range(2)]
+    return spec, Topology(workers=tuple(workers)), [*halves, of(live_rows)]
+
+
+def test_a_map_that_puts_two_elements_in_one_place_is_refused() -> None:
+    spec, topology, maps = small_job([(0, 0, 0, 0, ((24, 1, 1),)), (0, 0, 24, 23, ((24, 1, 1),))])
+    plan = make_plan(spec, topology, maps)
+    with pytest.raises(InternalError, match=r"'a/0'.*'live' is assembled twice"):
+        verify_program(lower(plan, spec, maps[2], 2), plan, spec, maps[2])
+
+
+def test_atoms_that_share_elements_are_refused() -> None:
+    """Both halves are the first one: as many elements as the box has, each of the first half twice."""
+    spec, topology, maps = small_job([(0, 0, 0, 0, ((48, 1, 1),))])
+    plan = make_plan(spec, topology, maps)
+    assert plan.atoms.count[:, 0].tolist() == [4, 4]
+    doubled = replace(plan, atoms=replace(plan.atoms, start=plan.atoms.start * 0))
+    with pytest.raises(InternalError, match="'w' share elements"):
+        verify_program(lower(doubled, spec, maps[2], 2), doubled, spec, maps[2])
+
+
+def _with_hop(plan: Plan, *hop: int) -> Plan:
+    return replace(plan, hops=np.concatenate([plan.hops, np.array([hop], dtype=HOP)]))
+
+
+def _with_pace(plan: Plan, pace: int) -> Plan:
+    routes = plan.routes.copy()
+    routes["pace"][0], routes["phase"][0] = pace, 5 * 100
+    return replace(plan, routes=routes)
+
+
+BAD_PLANS = {
+    "a route twice in one worker": (lambda p: _with_hop(p, 0, 1, 2, 5), "'b/1'"),
+    "passed on by who never has it": (lambda p: _with_hop(p, 0, 1, 3, 4), "'a/1' writes route 0 before it has it"),
+    "passed on in the stage it comes in": (lambda p: _with_hop(p, 0, 1, 5, 4), "'b/1' writes route 0 before it has it"),
+    "cuts that go back": (lambda p: _with_pace(p, -300), "cuts"),
+    "parts that are no whole": (lambda p: _with_pace(p, 0), "cuts"),
+    "atoms over one another": (
+        lambda p: replace(p, atoms=replace(p.atoms, stream_offset=p.atoms.stream_offset // 2)), "class streams"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_PLANS)
+def test_a_plan_that_no_program_can_be_checked_against_is_refused(what: str) -> None:
+    job, plan, programs = house()
+    change, words = BAD_PLANS[what]
+    bad = change(plan)
+    program = replace(programs[3], plan_digest=bad.digest)
+    with pytest.raises(InternalError) as caught:
+        verify_program(program, bad, job.spec, job.maps[3])
+    assert words in str(caught.value)
+    assert "verify the plan first" in str(caught.value)
+
+
+def test_a_plan_whose_slots_do_not_hold_their_segments_is_refused() -> None:
+    job, plan, programs = house()
+    tight = replace(plan, slot_bytes=64)
+    program = programs[TRAINER]
+    small = replace(program, plan_digest=tight.digest, slots=(replace(program.slots[0], capacity_bytes=64),))
+    with pytest.raises(InfeasibleError, match="must hold 192 bytes in round 0") as caught:
+        verify_program(small, tight, job.spec, job.maps[TRAINER])
+    assert (caught.value.needed_bytes, caught.value.budget_bytes) == (192, 64)

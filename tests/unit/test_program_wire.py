@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -61,12 +63,21 @@ def _repacked(program, change) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
+def test_the_order_of_posts_travels_with_the_program(programs) -> None:
+    other = replace(programs[0], post_order="as_ready")
+    assert other.digest != programs[0].digest
+    assert decode_program(encode_program(other)).post_order == "as_ready"
+    assert decode_program(encode_program(programs[0])).post_order == "oldest_round_first"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda f: f.__setitem__(0, 99), "wire version 99"),
         (lambda f: f.__setitem__(1, -1), "cannot be read"),
-        (lambda f: f.__setitem__(7, "0" * 32), "damaged"),
+        (lambda f: f.__setitem__(7, "newest_round_first"), "ordered by 'newest_round_first', expected one of oldest_round"),
+        (lambda f: f.__setitem__(7, "as_ready"), "damaged"),
+        (lambda f: f.__setitem__(8, "0" * 32), "damaged"),
         (lambda f: f[3][0].__setitem__(1, -64), "cannot be read"),
         (lambda f: f[3][0].__setitem__(2, 0), "cannot be read"),
         (lambda f: f[4][0].__setitem__(0, b"x" * 5), "no multiple of"),

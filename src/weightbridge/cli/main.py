@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from weightbridge import __version__
-from weightbridge.cli.check import error_document, run_check
+from weightbridge.cli.check import error_document as check_error_document
+from weightbridge.cli.check import run_check
 from weightbridge.cli.demo.config import parse_fault
 from weightbridge.cli.demo.display import Display
 from weightbridge.cli.demo.document import failure_document, result_document
@@ -29,15 +28,16 @@ from weightbridge.cli.demo.launcher import (
     DEFAULT_LEARNING_RATE,
     DEFAULT_PROMPT,
     DemoOptions,
-    WorkersFailed,
     run_demo,
 )
 from weightbridge.cli.explain import explanation
-from weightbridge.errors import UsageError, WeightBridgeError
+from weightbridge.cli.failures import FAILURE, INTERRUPTED, guarded, report_failure
+from weightbridge.cli.plan import plan
+from weightbridge.cli.simulate import simulate
+from weightbridge.cli.study import study
+from weightbridge.errors import WeightBridgeError
 
 __all__ = ["app", "main"]
-
-FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="weightbridge",
@@ -119,7 +119,7 @@ def _run_demo(options: Callable[[], DemoOptions], *, as_json: bool, debug: bool)
         with Display(console) as display:
             result = run_demo(options(), display)
     except WeightBridgeError as error:
-        return _report_failure(console, error, as_json=as_json, debug=debug)
+        return report_failure(console, error, as_json=as_json, debug=debug, document=failure_document)
     except KeyboardInterrupt:
         console.print("interrupted; every process of the demo has ended")
         return INTERRUPTED
@@ -143,7 +143,12 @@ def check(
 ) -> None:
     """Run the contract of a load_weights against your own: what holds, what does not, and what to do."""
     raise typer.Exit(
-        _guarded(lambda: run_check(loader, as_json=as_json, save_to=save_map), as_json=as_json, debug=debug)
+        guarded(
+            lambda: run_check(loader, as_json=as_json, save_to=save_map),
+            as_json=as_json,
+            debug=debug,
+            document=check_error_document,
+        )
     )
 
 
@@ -159,49 +164,16 @@ def explain(
         typer.echo(explanation(source_map, name), nl=False)
         return 0
 
-    raise typer.Exit(_guarded(run, as_json=False, debug=debug))
+    raise typer.Exit(guarded(run, as_json=False, debug=debug))
 
 
-def _guarded(run: Callable[[], int], *, as_json: bool, debug: bool) -> int:
-    """The exit status of a command; a failure is one message."""
-    console = Console(stderr=True)
-    try:
-        return run()
-    except WeightBridgeError as error:
-        return _report_failure(console, error, as_json=as_json, debug=debug, document=error_document)
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return INTERRUPTED
+for _command in (plan, simulate, study):
+    app.command()(_command)
 
 
 def _as_interrupt(_signum: int, _frame: FrameType | None) -> None:
     """Make SIGTERM unwind like Ctrl-C, so that the workers end with the launcher."""
     raise KeyboardInterrupt
-
-
-def _report_failure(
-    console: Console,
-    error: WeightBridgeError,
-    *,
-    as_json: bool,
-    debug: bool,
-    document: Callable[[WeightBridgeError, int], dict[str, Any]] = failure_document,
-) -> int:
-    """One message on stderr, with --json a document on stdout; returns the exit status."""
-    status = USAGE if isinstance(error, UsageError) or getattr(error, "usage", False) else FAILURE
-    lines = [f"[bold red]error:[/] {escape(error.message)}"]
-    if isinstance(error, WorkersFailed):
-        lines += [f"  {escape(f'{worker}: {cause}')}" for worker, cause in error.causes.items()]
-        lines.append(f"  the workers' logs are in {escape(error.log_dir)}")
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    if debug:
-        for worker, text in getattr(error, "tracebacks", {}).items():
-            console.print(f"{worker}:\n{text}", markup=False, highlight=False, soft_wrap=True)
-        console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
-    if as_json:
-        typer.echo(json.dumps(document(error, status), indent=2, ensure_ascii=False))
-    return status
 
 
 def main() -> None:

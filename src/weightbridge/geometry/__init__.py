@@ -3,7 +3,7 @@
 NumPy only, vectorised over parallel arrays; nothing here knows workers, dtypes or live memory.
 """
 
-from weightbridge.geometry.boxes import Boxes, first_overlap, inside, intersection_numel, numel
+from weightbridge.geometry.boxes import Boxes, first_overlap, inside, intersection_numel, meeting_pairs, numel
 from weightbridge.geometry.progressions import (
     Cells,
     contains,
@@ -25,6 +25,7 @@ __all__ = [
     "intersection_numel",
     "inverse_modulo",
     "last",
+    "meeting_pairs",
     "numel",
     "refine",
 ]

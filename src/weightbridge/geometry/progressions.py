@@ -71,37 +71,40 @@ def refine(start: Int64Array, step: Int64Array, count: Int64Array) -> Cells:
     """
     ends = start + count
     dense = step == 1
-    points = np.unique(np.concatenate([start[dense], ends[dense]]))
     if dense.all():
-        low, high = points[:-1], points[1:]
-        inside = contains(start[:, None], step[:, None], count[:, None], low[None, :]).any(axis=0)
-        low, high = low[inside], high[inside]
+        # A running sum says how many are open: comparing each point with each progression would cost their product.
+        points, where = np.unique(np.concatenate([start, ends]), return_inverse=True)
+        opened = np.bincount(where[: len(start)], minlength=len(points))
+        covered = np.cumsum(opened - np.bincount(where[len(start) :], minlength=len(points)))[:-1] > 0
+        low, high = points[:-1][covered], points[1:][covered]
         return low, np.ones_like(low), high - low
-    return _refine_strided(start, step, count, points)
+    return _refine_strided(start, step, count, np.unique(np.concatenate([start[dense], ends[dense]])))
 
 
 def _refine_strided(start: Int64Array, step: Int64Array, count: Int64Array, points: Int64Array) -> Cells:
-    strided = np.flatnonzero(step > 1)
-    low = int(min(start.min(), points.min(initial=start.min())))
+    low = int(start.min())
     high = int(last(start, step, count).max()) + 1
     label = np.searchsorted(points, np.arange(low, high), side="right").astype(np.int64)
+    covered = np.zeros(high - low, dtype=bool)
     num_labels = len(points) + 1
-    size = np.bincount(label, minlength=num_labels)
-    for i in strided:
-        at = np.arange(start[i], start[i] + step[i] * count[i], step[i]) - low
-        labels, inverse, hits = np.unique(label[at], return_inverse=True, return_counts=True)
+    size = np.zeros(num_labels + int(count[step > 1].sum()), dtype=np.int64)  # each index may get one new label a time
+    size[:num_labels] = np.bincount(label, minlength=num_labels)
+    for first, stride, length in zip(start.tolist(), step.tolist(), count.tolist(), strict=True):
+        own = slice(first - low, first - low + stride * (length - 1) + 1, stride)
+        covered[own] = True
+        if stride == 1:
+            continue  # its ends are among the points
+        labels, inverse, hits = np.unique(label[own], return_inverse=True, return_counts=True)
         split = hits < size[labels]  # labels that lie only partly in this progression get a new name inside it
         fresh = np.where(split, num_labels + np.cumsum(split) - 1, labels)
-        label[at] = fresh[inverse]
+        label[own] = fresh[inverse]
+        size[labels[split]] -= hits[split]
+        size[fresh[split]] = hits[split]
         num_labels += int(split.sum())
-        size = np.bincount(label, minlength=num_labels)
     order = np.argsort(label, kind="stable")
+    order = order[covered[order]]  # one label is covered throughout or not at all
     groups = np.split(order + low, np.flatnonzero(np.diff(label[order])) + 1)
-    pieces = []
-    for group in groups:
-        if contains(start, step, count, np.int64(group[0])).any():
-            pieces.append(cut_into_progressions(group))
-    found = [np.concatenate(column) for column in zip(*pieces, strict=True)]
+    found = [np.concatenate(column) for column in zip(*map(cut_into_progressions, groups), strict=True)]
     by_start = np.argsort(found[0], kind="stable")
     return found[0][by_start], found[1][by_start], found[2][by_start]
 

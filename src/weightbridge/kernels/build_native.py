@@ -12,7 +12,7 @@ ffibuilder.cdef(_HEADER.split("/* BEGIN CDEF */")[1].split("/* END CDEF */")[0])
 ffibuilder.set_source(
     "weightbridge.kernels._native",
     # Included as text: the module is then built from one generated file, wherever the build puts it.
-    _HEADER + (_FOLDER / "native.c").read_text() + (_FOLDER / "differences.c").read_text(),
+    "".join([_HEADER, *((_FOLDER / f"{name}.c").read_text() for name in ("native", "differences", "fair_sharing"))]),
     extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
     extra_link_args=["-pthread"],
 )

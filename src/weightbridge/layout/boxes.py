@@ -100,12 +100,13 @@ def expand(source_map: SourceMap, spec: CheckpointSpec, num_dims: int | None = N
             tensor=empty, live=empty, start=square, step=square, count=square, live_start=empty, live_stride=square
         )
     _check_range(copies, spec)
-    rank = max(len(spec.tensors[i].shape) for i in np.unique(copies.tensor).tolist())
+    patterns = _patterns(copies, spec)
+    rank = max(len(shape) for shape, _ in patterns)
     if dims < rank:
         raise LayoutError(f"num_dims is {dims} but the checkpoint has a tensor of {rank} dims")
     found: list[tuple[Int64Array, ...]] = []
     num_rows = 0
-    for shape, work in _patterns(copies, spec):
+    for shape, work in patterns:
         for part in _to_boxes(work, shape, dims):
             found.append(part)
             num_rows += len(part[0])
@@ -157,9 +158,15 @@ def _patterns(copies: CopyTable, spec: CheckpointSpec) -> list[tuple[tuple[int, 
     key = np.concatenate(
         [shape_of[:, None], copies.count, sign * copies.src_stride, sign * copies.live_stride], axis=1
     ).astype(np.int64)
-    patterns, group = np.unique(key, axis=0, return_inverse=True)
-    order = np.argsort(group.reshape(-1), kind="stable")
-    bounds = np.searchsorted(group.reshape(-1)[order], np.arange(len(patterns) + 1))
+    # a dict of bytes finds equal rows several times faster than np.unique
+    raw, width = key.tobytes(), key.itemsize * key.shape[1]
+    numbers: dict[bytes, int] = {}
+    group = np.array(
+        [numbers.setdefault(raw[at : at + width], len(numbers)) for at in range(0, len(raw), width)], dtype=np.int64
+    )
+    patterns = np.frombuffer(b"".join(numbers), dtype=np.int64).reshape(-1, key.shape[1])
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group[order], np.arange(len(patterns) + 1))
     names = list(shapes)
     num_axes = copies.count.shape[1]
     found = []

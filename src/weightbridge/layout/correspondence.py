@@ -18,6 +18,8 @@ from weightbridge.layout.source_map import SourceMap
 
 __all__ = ["Correspondence"]
 
+Int64Array = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Correspondence:
@@ -48,20 +50,40 @@ class Correspondence:
         return max(1, *(len(t.shape) for t in self.spec.tensors))
 
     @cached_property
-    def boxes(self) -> tuple[BoxTable, ...]:
-        """Each worker's boxes. Workers with equal layouts share one table."""
-        tables: dict[str, BoxTable] = {}
-        for source_map in self.maps:
-            if source_map.fingerprint not in tables:
-                tables[source_map.fingerprint] = expand(source_map, self.spec, self.num_dims)
-        return tuple(tables[source_map.fingerprint] for source_map in self.maps)
+    def kind_of(self) -> Int64Array:
+        """[num_workers] the kind of each worker. Workers of equal map and equal role are of one kind.
+
+        Data-parallel replicas and engines of equal layout are the rule in a large job: what depends on maps alone is
+        done once a kind. Kinds are numbered by first appearance.
+        """
+        numbers: dict[tuple[str, bool], int] = {}
+        found = [
+            numbers.setdefault((source_map.fingerprint, holds), len(numbers))
+            for source_map, holds in zip(self.maps, self.holds, strict=True)
+        ]
+        return np.array(found, dtype=np.int64)
 
     @cached_property
-    def rows(self) -> npt.NDArray[np.int64]:
-        """[n, 2 + 3 D] distinct (tensor, worker, start..., step..., count...), sorted; tensors that are constants left out."""
+    def kinds(self) -> tuple[int, ...]:
+        """The first worker of each kind."""
+        return tuple(np.unique(self.kind_of, return_index=True)[1].tolist())
+
+    @cached_property
+    def boxes(self) -> tuple[BoxTable, ...]:
+        """The boxes of each kind. Trainers and rollouts of equal layout share one table."""
+        tables: dict[str, BoxTable] = {}
+        maps = [self.maps[worker] for worker in self.kinds]
+        for source_map in maps:
+            if source_map.fingerprint not in tables:
+                tables[source_map.fingerprint] = expand(source_map, self.spec, self.num_dims)
+        return tuple(tables[source_map.fingerprint] for source_map in maps)
+
+    @cached_property
+    def rows(self) -> Int64Array:
+        """[n, 2 + 3 D] distinct (tensor, kind, start..., step..., count...), sorted; tensors that are constants left out."""
         parts = []
-        for worker, table in enumerate(self.boxes):
-            who = np.full((len(table), 1), worker, dtype=np.int64)
+        for kind, table in enumerate(self.boxes):
+            who = np.full((len(table), 1), kind, dtype=np.int64)
             parts.append(np.concatenate([table.tensor[:, None], who, table.start, table.step, table.count], axis=1))
         rows = np.concatenate(parts) if parts else np.zeros((0, 2 + 3 * self.num_dims), dtype=np.int64)
         fixed = [self.spec.index[name] for name in self.spec.constants]
@@ -70,5 +92,5 @@ class Correspondence:
         rows = rows[np.lexsort(rows.T[::-1])]
         same = np.zeros(len(rows), dtype=bool)
         same[1:] = (rows[1:] == rows[:-1]).all(axis=1)
-        distinct: npt.NDArray[np.int64] = rows[~same]
+        distinct: Int64Array = rows[~same]
         return distinct

@@ -3,7 +3,7 @@
 No clock, no I/O, no threads: the executor and the simulator drive the same object. The protocol (design: round pipeline)
 keeps a slot copy from being written while anyone may still read it, by signals alone:
 
-    trainer   Pack k -> PostWrites k, oldest round first, one the receiver has credited
+    trainer   Pack k -> PostWrites k, one the receiver has credited, oldest round first (WorkerProgram.post_order)
     rollout   DATA k in -> forwards k -> (Decode k) -> READY k to the readers -> READY k from all it reads -> Assemble k
               -> ASSEMBLED k to all it reads -> own forwards done, own assembly done, ASSEMBLED k from all readers
               -> CREDIT k to whoever writes into that slot copy next, that is in round k + num_slots
@@ -38,7 +38,7 @@ from weightbridge.machine.events import (
     WriteDone,
 )
 from weightbridge.plan.plan import STAGES
-from weightbridge.program.program import WorkerProgram
+from weightbridge.program.program import OLDEST_ROUND_FIRST, WorkerProgram
 
 __all__ = ["TransferMachine"]
 
@@ -81,6 +81,7 @@ class TransferMachine:
         self._num_slots = program.slots[0].num_slots if program.slots else 1
         self._sends = any(s.stage not in stages for s in program.slots)  # has live weights to give away
         self._encoded = program.codec != "identity"
+        self._oldest_first = program.post_order == OLDEST_ROUND_FIRST
         self._awaited: set[_Key] = {(k, a.stage, a.peer) for k, r in enumerate(rounds) for a in r.awaits}
         self._posts: dict[_Key, int] = {
             (k, p.stage, p.peer): i for k, r in enumerate(rounds) for i, p in enumerate(r.posts)
@@ -252,12 +253,15 @@ class TransferMachine:
                 return
 
     def _advance_posts(self, out: list[Instruction]) -> None:
-        """Oldest round first: nothing of round k + 1 is posted while a post of round k is not done."""
+        """Oldest round first: nothing of round k + 1 is posted while a post of round k is not done. Or else all that can."""
         while self._post_round < self._num_rounds and self._unwritten[self._post_round] == 0:
             self._post_round += 1
-        if self._post_round == self._num_rounds:
-            return
-        k = self._post_round
+        # Own slot copies hold no round that is further ahead than this.
+        ahead = 1 if self._oldest_first else self._num_slots
+        for k in range(self._post_round, min(self._post_round + ahead, self._num_rounds)):
+            self._post_what_can(k, out)
+
+    def _post_what_can(self, k: int, out: list[Instruction]) -> None:
         for index, post in enumerate(self.program.rounds[k].posts):
             key = (k, post.stage, post.peer)
             if key in self._issued or not self._credited(key):

@@ -6,7 +6,7 @@ the planner; `encode_plan` and `decode_plan` are its wire form.
 
 from weightbridge.plan.plan import HOP, ROUTE, STAGES, AtomTable, Bounds, Plan, ReplicaClass
 from weightbridge.plan.planner import PlanOptions, make_plan
-from weightbridge.plan.topology import Role, Topology, Worker
+from weightbridge.plan.topology import NodeGroup, Role, Topology, Worker
 from weightbridge.plan.verify import PlanFacts, verify_plan
 from weightbridge.plan.wire import decode_plan, encode_plan
 
@@ -16,6 +16,7 @@ __all__ = [
     "STAGES",
     "AtomTable",
     "Bounds",
+    "NodeGroup",
     "Plan",
     "PlanFacts",
     "PlanOptions",

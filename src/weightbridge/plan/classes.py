@@ -46,6 +46,7 @@ def _replica_classes(
     holds = np.array(job.holds, dtype=bool)
     found = []
     for owners, nbytes in zip(atoms.owner_sets[sets], totals.tolist(), strict=True):
-        holders, needers = np.flatnonzero(owners & holds), np.flatnonzero(owners & ~holds)
+        workers = owners[job.kind_of]
+        holders, needers = np.flatnonzero(workers & holds), np.flatnonzero(workers & ~holds)
         found.append(ReplicaClass(holders=tuple(holders.tolist()), needers=tuple(needers.tolist()), nbytes=nbytes))
     return tuple(found)

@@ -1,269 +1,306 @@
-"""The routing LP: how many bytes of each class leave each trainer, and enter each node first.
+"""The routing LP: how many bytes of each class leave each trainer, and through which nodes they spread.
 
 Let x[c,t,v] be the bytes of class c that trainer t sends to first node v, which forwards them once to each of the other
-k_c - 1 nodes that need c over the network. A trainer's link sees only a[c,t] = sum_v x[c,t,v] and a node's links only
-b[c,v] = sum_t x[c,t,v]; and any a and b with equal totals per class belong to some x (a transportation problem without
-costs). So the LP is solved exactly in these two families: T + V variables a class instead of T times V.
+k - 1 nodes of its domain that need c. A domain is a group of nodes behind an uplink, or all nodes in no group. Where c is
+needed in several domains D_c, v also sends one copy to a *gateway* in each of the others, which forwards it inside: so each
+byte enters each domain once. A trainer's link sees only a[c,t] = sum_v x[c,t,v], a node's links only f[c,v] = sum_t x[c,t,v]
+and the bytes w[c,v] for which it is gateway, an uplink only z[c,d,e], the sum of x over the trainers in d and the first
+nodes in e. And any a, f and z that agree in their sums belong to some x: x = z a f / (the a in d) (the f in e) within each
+pair of domains. Which bytes a gateway passes on is free as well, as long as they add up to those not first in its domain.
+So the LP is solved exactly in these families, T + V variables a class instead of T times V; with one domain neither w nor z
+exist.
 
 A node that has a holder of a class among its own trainers is served inside the node and is no network node of the class.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from weightbridge.errors import InternalError
-from weightbridge.plan.plan import ReplicaClass
-from weightbridge.plan.topology import Role, Topology
+from weightbridge.plan.linear import FloatArray, Int64Array, Rows, minimise
+from weightbridge.plan.network import Network
 
 __all__ = ["Flow", "Network", "solve"]
 
-FloatArray = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-
 _SLACK = 1e-7  # relative room the second LP leaves around the first optimum, above the solver's tolerances
+_NOISE = 1e-9  # share of a class below which a flow is rounding of the solver's
+_KEPT = 0.9  # a class of whose bytes less than this share is in the solution was too small for the solver
 
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """Classes on a topology, in numbers. Nodes are positions in `Topology.nodes`, workers positions in `.workers`."""
-
-    topology: Topology
-    classes: tuple[ReplicaClass, ...]
-
-    @cached_property
-    def node_of(self) -> tuple[int, ...]:
-        """Node of each worker."""
-        position = {name: i for i, name in enumerate(self.topology.nodes)}
-        return tuple(position[w.node] for w in self.topology.workers)
-
-    @cached_property
-    def targets(self) -> tuple[tuple[int, ...], ...]:
-        """Per class the nodes that need it and must get it over the network."""
-        return tuple(
-            tuple(sorted({self.node_of[w] for w in c.needers} - {self.node_of[w] for w in c.holders}))
-            for c in self.classes
-        )
-
-    @cached_property
-    def local(self) -> tuple[tuple[int, ...], ...]:
-        """Per class the nodes that need it and have a holder of it themselves."""
-        return tuple(
-            tuple(sorted({self.node_of[w] for w in c.needers} & {self.node_of[w] for w in c.holders}))
-            for c in self.classes
-        )
-
-    @cached_property
-    def rollout_nodes(self) -> tuple[int, ...]:
-        return tuple(sorted({self.node_of[w] for w in self.topology.rollouts}))
-
-    @cached_property
-    def rollouts_on(self) -> dict[int, tuple[int, ...]]:
-        """Rollout workers of each rollout node, in their order."""
-        return {v: tuple(w for w in self.topology.rollouts if self.node_of[w] == v) for v in self.rollout_nodes}
-
-    @cached_property
-    def rollout_bandwidth(self) -> dict[int, float]:
-        """Bytes per second of each rollout node's rollout workers together, one direction."""
-        return {v: self.topology.bandwidth_of_node(self.topology.nodes[v], Role.ROLLOUT) for v in self.rollout_nodes}
-
-    @cached_property
-    def caps(self) -> tuple[tuple[int, float], ...]:
-        """(node, bytes per second) of the topology's own node limits, for nodes that exist, by node."""
-        position = {name: i for i, name in enumerate(self.topology.nodes)}
-        return tuple(sorted((position[name], rate) for name, rate in self.topology.node_bandwidth if name in position))
-
-    @cached_property
-    def ingress_bytes(self) -> dict[int, int]:
-        """M_v: network bytes each rollout node needs."""
-        found = dict.fromkeys(self.rollout_nodes, 0)
-        for c, nodes in zip(self.classes, self.targets, strict=True):
-            for v in nodes:
-                found[v] += c.nbytes
-        return found
-
-    @cached_property
-    def network_bytes(self) -> int:
-        """Bytes that must leave the trainers' nodes, each once."""
-        return sum(c.nbytes for c, nodes in zip(self.classes, self.targets, strict=True) if nodes)
+Amounts = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """seconds: the busiest link's time. leave[c]: (trainer, bytes) pairs. enter[c]: (first node, bytes) pairs.
+    """seconds: the busiest link's time. leave[c]: (trainer, bytes). enter[c]: (first node, bytes).
 
-    link_dual: multipliers of the link rows, in the order of `_links`: trainers' egress, rollout nodes' forwarding,
-    rollout nodes' ingress, node caps.
+    Both are in the order of the class stream: what lies at the same place of both is one flow. With several domains a node
+    may be there once for each domain of trainers. gateways[c]: domain -> (gateway, bytes), in the order of the stream
+    without what is first in that domain; empty for a class needed in one domain.
+    link_dual: multipliers of the link rows: trainers' egress, rollout nodes' forwarding, rollout nodes' ingress, node
+    caps, uplinks out, uplinks in.
     """
 
     seconds: float
-    leave: tuple[tuple[tuple[int, float], ...], ...]
-    enter: tuple[tuple[tuple[int, float], ...], ...]
+    leave: tuple[Amounts, ...]
+    enter: tuple[Amounts, ...]
+    gateways: tuple[dict[int, Amounts], ...]
     link_dual: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A sparse matrix as triplets."""
+def solve(net: Network, *, balanced: bool = True) -> Flow:
+    """Least time of the busiest link, and among the flows that reach it one that is balanced (design 4, second LP).
 
-    row: Int64Array
-    column: Int64Array
-    value: FloatArray
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> _Rows:
-        columns = np.array(entries, dtype=np.float64).reshape(-1, 3)
-        return cls(columns[:, 0].astype(np.int64), columns[:, 1].astype(np.int64), columns[:, 2], shape)
-
-    def widened(self, num_columns: int) -> _Rows:
-        """With more columns, all zero."""
-        return replace(self, shape=(self.shape[0], self.shape[1] + num_columns))
-
-    def above(self, other: _Rows) -> _Rows:
-        """Both, one above the other."""
-        return _Rows(
-            np.concatenate([self.row, other.row + self.shape[0]]),
-            np.concatenate([self.column, other.column]),
-            np.concatenate([self.value, other.value]),
-            (self.shape[0] + other.shape[0], self.shape[1]),
-        )
-
-
-class _Model:
-    """Sparse rows over the variables a[c,t], b[c,v] (bytes in units of `unit`) and then T (seconds in units of `time`)."""
-
-    def __init__(self, net: Network) -> None:
-        self.net = net
-        self.active = [c for c, nodes in enumerate(net.targets) if nodes]
-        total = float(sum(net.classes[c].nbytes for c in self.active))
-        self.unit = total / len(self.active)
-        self.rate = float(np.mean([w.bandwidth for w in net.topology.workers]))
-        self.time = self.unit / self.rate
-        self.leave = [(c, t) for c in self.active for t in net.classes[c].holders]
-        self.enter = [(c, v) for c in self.active for v in net.targets[c]]
-        self.num_flows = len(self.leave) + len(self.enter)
-
-    def equalities(self) -> tuple[_Rows, FloatArray]:
-        row_of = {c: i for i, c in enumerate(self.active)}
-        rows = [2 * row_of[c] for c, _ in self.leave] + [2 * row_of[c] + 1 for c, _ in self.enter]
-        entries = [(row, column, 1.0) for column, row in enumerate(rows)]
-        sizes = np.array([self.net.classes[c].nbytes / self.unit for c in self.active])
-        return _Rows.of(entries, (2 * len(self.active), self.num_flows + 1)), np.repeat(sizes, 2)
-
-    def links(self) -> tuple[_Rows, FloatArray]:
-        """Rows flow - bandwidth * T <= limit, in the order of `Flow.link_dual`."""
-        net = self.net
-        entries: list[tuple[int, int, float]] = []
-        column_t = self.num_flows
-        trainer_row = {t: i for i, t in enumerate(net.topology.trainers)}
-        forward_row = {v: len(trainer_row) + i for i, v in enumerate(net.rollout_nodes)}
-        ingress_row = {v: len(trainer_row) + len(forward_row) + i for i, v in enumerate(net.rollout_nodes)}
-        first_cap = len(trainer_row) + 2 * len(forward_row)
-        cap_row = {v: first_cap + i for i, (v, _) in enumerate(net.caps)}
-        for j, (_, t) in enumerate(self.leave):
-            entries.append((trainer_row[t], j, 1.0))
-            if net.node_of[t] in cap_row:
-                entries.append((cap_row[net.node_of[t]], j, 1.0))
-        for j, (c, v) in enumerate(self.enter, start=len(self.leave)):
-            copies = float(len(net.targets[c]) - 1)
-            entries.append((forward_row[v], j, copies))
-            if v in cap_row:
-                entries.append((cap_row[v], j, copies))
-        limits = np.zeros(first_cap + len(cap_row))
-        for t, row in trainer_row.items():
-            entries.append((row, column_t, -net.topology.workers[t].bandwidth / self.rate))
-        for v, rate in net.rollout_bandwidth.items():
-            entries.append((forward_row[v], column_t, -rate / self.rate))
-            entries.append((ingress_row[v], column_t, -rate / self.rate))
-            limits[ingress_row[v]] = -net.ingress_bytes[v] / self.unit
-        entries += [(cap_row[v], column_t, -rate / self.rate) for v, rate in net.caps]
-        return _Rows.of(entries, (len(limits), self.num_flows + 1)), limits
-
-    def balance(self) -> _Rows:
-        """Rows over (flows, T, three ratios): load / bandwidth <= ratio * mean, for the second LP.
-
-        Ratios: trainers' egress, rollout nodes' forwarding, rollout nodes' first-copy ingress.
-        """
-        net, n = self.net, self.num_flows
-        trainers = net.topology.trainers
-        row_of_node = {v: i for i, v in enumerate(net.rollout_nodes)}
-        num_nodes = len(row_of_node)
-        speeds = [net.topology.workers[t].bandwidth for t in trainers] + 2 * list(net.rollout_bandwidth.values())
-        rows = [list(trainers).index(t) for _, t in self.leave]
-        rows += [len(trainers) + row_of_node[v] for _, v in self.enter]
-        rows += [len(trainers) + num_nodes + row_of_node[v] for _, v in self.enter]
-        columns = [*range(n), *range(len(self.leave), n)]
-        weights = np.array(
-            [1.0] * len(self.leave) + [float(len(net.targets[c]) - 1) for c, _ in self.enter] + [1.0] * len(self.enter)
-        )
-        groups = np.repeat([0, 1, 2], [len(trainers), num_nodes, num_nodes])
-        sizes = {c: net.classes[c].nbytes / self.unit for c in self.active}
-        sent = sum(sizes.values())
-        totals = np.array([sent, sum(s * (len(net.targets[c]) - 1) for c, s in sizes.items()), sent])
-        speed = np.array(speeds) / self.rate
-        means = totals / np.array([speed[groups == g].sum() for g in range(3)])
-        used = means[groups] > 0
-        scale = np.where(used, 1.0 / np.where(used, means[groups] * speed, 1.0), 0.0)
-        flows = zip(rows, columns, (weights * scale[rows]).tolist(), strict=True)
-        ratios = zip(range(len(speed)), (n + 1 + groups).tolist(), [-1.0] * len(speed), strict=True)
-        return _Rows.of([*flows, *ratios], (len(speed), n + 4))
-
-
-def _minimise(
-    cost: FloatArray, at_most: tuple[_Rows, FloatArray], equal: tuple[_Rows, FloatArray], most: FloatArray
-) -> tuple[FloatArray, float, FloatArray]:
-    """Solution, value and multipliers of the <= rows, by HiGHS's dual simplex: interior points double the pairs.
-
-    most: upper bound of each variable; all are non-negative.
+    balanced: False leaves out the second LP, for studies of what it is worth.
     """
-    from scipy.optimize import linprog  # a second's import that only the one worker that plans needs
-    from scipy.sparse import csr_matrix
-
-    left, right = (csr_matrix((m.value, (m.row, m.column)), shape=m.shape) for m, _ in (at_most, equal))
-    bounds = np.stack([np.zeros_like(most), most], axis=1)
-    found = linprog(cost, A_ub=left, b_ub=at_most[1], A_eq=right, b_eq=equal[1], bounds=bounds, method="highs-ds")
-    if found.status != 0:
-        raise InternalError(f"the routing LP ended with status {found.status}: {found.message}")
-    return found.x, float(found.fun), found.ineqlin.marginals
-
-
-def solve(net: Network) -> Flow:
-    """Least time of the busiest link, and among the flows that reach it one that is balanced (design 4, second LP)."""
-    num_links = len(net.topology.trainers) + 2 * len(net.rollout_nodes) + len(net.caps)
     if not any(net.targets):
-        none: tuple[tuple[tuple[int, float], ...], ...] = tuple(() for _ in net.classes)
-        return Flow(seconds=0.0, leave=none, enter=none, link_dual=(0.0,) * num_links)
+        none: tuple[Amounts, ...] = tuple(() for _ in net.classes)
+        num_links = len(net.topology.trainers) + 2 * len(net.rollout_nodes) + len(net.caps) + 2 * len(net.uplinks)
+        nowhere: tuple[dict[int, Amounts], ...] = tuple({} for _ in net.classes)
+        return Flow(seconds=0.0, leave=none, enter=none, gateways=nowhere, link_dual=(0.0,) * num_links)
     model = _Model(net)
     n = model.num_flows
     equal, sizes = model.equalities()
     links, limits = model.links()
     cost = np.repeat([0.0, 1.0], [n, 1])
-    _, best, marginals = _minimise(cost, (links, limits), (equal, sizes), np.full(n + 1, np.inf))
-    rows = links.widened(3).above(model.balance())
-    room = np.concatenate([limits, np.zeros(rows.shape[0] - len(limits))])
-    most = np.concatenate([np.full(n, np.inf), [best * (1 + _SLACK) + 1e-9], np.full(3, np.inf)])
-    cost = np.repeat([0.0, 1.0], [n + 1, 3])
-    balanced, _, _ = _minimise(cost, (rows, room), (equal.widened(3), sizes), most)
-    flows = balanced[:n] * model.unit
+    found, best, marginals = minimise(cost, (links, limits), (equal, sizes), np.full(n + 1, np.inf))
+    if balanced:
+        ratios = model.balance()
+        extra = ratios.shape[1] - (n + 1)
+        rows = links.widened(extra).above(ratios)
+        room = np.concatenate([limits, np.zeros(rows.shape[0] - len(limits))])
+        most = np.concatenate([np.full(n, np.inf), [best * (1 + _SLACK) + 1e-9], np.full(extra, np.inf)])
+        cost = np.concatenate([model.uplink_use(links, best), [0.0], np.ones(extra)])
+        found, _, _ = minimise(cost, (rows, room), (equal.widened(extra), sizes), most)
+    leave, enter, gateways = model.streams(found[:n] * model.unit)
     return Flow(
         seconds=best * model.time,
-        leave=_by_class(net, model.leave, flows[: len(model.leave)]),
-        enter=_by_class(net, model.enter, flows[len(model.leave) :]),
+        leave=leave,
+        enter=enter,
+        gateways=gateways,
         # minimising, SciPy's multipliers of <= rows are negative, and bandwidths were in units of `rate`
         link_dual=tuple((np.maximum(-marginals, 0.0) / model.rate).tolist()),
     )
 
 
-def _by_class(
-    net: Network, pairs: list[tuple[int, int]], flows: FloatArray
-) -> tuple[tuple[tuple[int, float], ...], ...]:
-    found: list[list[tuple[int, float]]] = [[] for _ in net.classes]
-    for (c, where), flow in zip(pairs, flows.tolist(), strict=True):
-        if flow > 0:
-            found[c].append((where, flow))
-    return tuple(tuple(sorted(f)) for f in found)
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Variables of one kind. column: [n]. of: [n] class. at: [n] worker, node or, for z, domain that sends.
+
+    domain: [n] where `at` is; for z the domain that receives.
+    """
+
+    column: Int64Array
+    of: Int64Array
+    at: Int64Array
+    domain: Int64Array
+
+
+class _Model:
+    """Sparse rows over a[c,t], f[c,v], w[c,v], z[c,d,e] (bytes in units of `unit`) and then T (seconds in units of `time`)."""
+
+    def __init__(self, net: Network) -> None:
+        self.net = net
+        self.active = [c for c, nodes in enumerate(net.targets) if nodes]
+        self.nbytes = np.array([c.nbytes for c in net.classes], dtype=np.float64)
+        self.unit = float(self.nbytes[self.active].sum()) / len(self.active)
+        self.rate = float(np.mean([w.bandwidth for w in net.topology.workers]))
+        self.time = self.unit / self.rate
+        self.trainer_domain = {t: net.domain_of[net.node_of[t]] for t in net.topology.trainers}
+        domains, home = net.target_domains, net.domain_of
+        wide = [c for c in self.active if len(domains[c]) > 1]
+        senders = {c: sorted({self.trainer_domain[t] for t in net.classes[c].holders}) for c in wide}
+        self.num_flows = 0
+        self.leave = self._family((c, t, self.trainer_domain[t]) for c in self.active for t in net.classes[c].holders)
+        self.enter = self._family((c, v, home[v]) for c in self.active for v in net.targets[c])
+        self.gateway = self._family((c, v, home[v]) for c in wide for v in net.targets[c])
+        self.couple = self._family((c, d, e) for c in wide for d in senders[c] for e in domains[c])
+        shape = (len(net.classes), len(net.uplinks) + 1)
+        # per class and domain: targets there, and the domain's place among those that need and those that send the class
+        self.num_targets, self.place, self.sender_place = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        for c in self.active:
+            for i, (d, nodes) in enumerate(domains[c].items()):
+                self.num_targets[c, d], self.place[c, d] = len(nodes), i
+            self.sender_place[c, senders.get(c, [])] = range(len(senders.get(c, [])))
+        self.num_domains = np.array([len(d) for d in domains], dtype=np.int64)
+        self.num_senders = np.array([len(senders.get(c, ())) for c in range(len(domains))], dtype=np.int64)
+
+    def _family(self, keys: Iterable[tuple[int, int, int]]) -> _Family:
+        """The next columns, one for each (class, at, domain)."""
+        of, at, domain = np.array([*keys], dtype=np.int64).reshape(-1, 3).T
+        first = self.num_flows
+        self.num_flows += len(of)
+        return _Family(np.arange(first, self.num_flows), of, at, domain)
+
+    def _copies(self, family: _Family, *, first: bool) -> Int64Array:
+        """Copies that a first node, or a gateway, sends on of each byte of the family's variables."""
+        inside = self.num_targets[family.of, family.domain] - 1
+        return inside + self.num_domains[family.of] - 1 if first else inside
+
+    def equalities(self) -> tuple[Rows, FloatArray]:
+        """Per class: what leaves, then per domain that needs it what enters there, both n_c; and z's sums on both sides."""
+        place, domains, senders = self.place, self.num_domains, self.num_senders
+        wide = domains > 1
+        num_rows = np.where(domains > 0, 1 + domains + np.where(wide, senders + domains, 0), 0)
+        base = np.cumsum(num_rows) - num_rows
+        right = np.zeros(int(num_rows.sum()))
+        for c in self.active:
+            right[base[c] : base[c] + 1 + domains[c]] = self.nbytes[c] / self.unit
+        a, f, w, z = self.leave, self.enter, self.gateway, self.couple
+        entries = [(base[a.of], a.column, 1.0)]
+        entries += [(base[g.of] + 1 + place[g.of, g.domain], g.column, 1.0) for g in (f, w)]
+        sent, entered = base + 1 + domains, base + 1 + domains + senders
+        for g, sign, rows in (
+            (a, 1.0, sent[a.of] + self.sender_place[a.of, a.domain]),
+            (z, -1.0, sent[z.of] + self.sender_place[z.of, z.at]),
+            (f, 1.0, entered[f.of] + place[f.of, f.domain]),
+            (z, -1.0, entered[z.of] + place[z.of, z.domain]),
+        ):
+            keep = wide[g.of]
+            entries.append((rows[keep], g.column[keep], sign))
+        return Rows.of(entries, (len(right), self.num_flows + 1)), right
+
+    def links(self) -> tuple[Rows, FloatArray]:
+        """Rows flow - bandwidth * T <= limit, in the order of `Flow.link_dual`."""
+        net = self.net
+        trainers, nodes, caps = net.topology.trainers, net.rollout_nodes, net.caps
+        trainer_row, forward_row = np.zeros(len(net.topology.workers), dtype=np.int64), np.zeros_like(net.domain_of)
+        trainer_row[[*trainers]] = range(len(trainers))
+        forward_row[[*nodes]] = range(len(trainers), len(trainers) + len(nodes))
+        first_cap = len(trainers) + 2 * len(nodes)
+        cap_row = np.full(len(net.domain_of), -1, dtype=np.int64)
+        cap_row[[v for v, _ in caps]] = range(first_cap, first_cap + len(caps))
+        first_uplink = first_cap + len(caps)
+        node_of = np.array(net.node_of, dtype=np.int64)
+        loads = [(self.leave, trainer_row[self.leave.at], node_of[self.leave.at], np.ones(len(self.leave.of)))]
+        for g, first in ((self.enter, True), (self.gateway, False)):
+            loads.append((g, forward_row[g.at], g.at, self._copies(g, first=first).astype(np.float64)))
+        entries: list[tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]] = []
+        for g, rows, at, copies in loads:
+            capped = cap_row[at] >= 0
+            entries += [(rows, g.column, copies), (cap_row[at][capped], g.column[capped], copies[capped])]
+        entries += self._uplinks(first_uplink)
+        num_uplinks = len(net.uplinks)
+        speeds = [net.topology.workers[t].bandwidth for t in trainers] + 2 * [net.rollout_bandwidth[v] for v in nodes]
+        speeds += [*(rate for _, rate in caps), *2 * net.uplinks]
+        entries.append((np.arange(len(speeds)), self.num_flows, -np.array(speeds) / self.rate))
+        limits = np.zeros(len(speeds))
+        limits[len(trainers) + len(nodes) : first_cap] = [-net.ingress_bytes[v] / self.unit for v in nodes]
+        limits[first_uplink + num_uplinks :] = [-nbytes / self.unit for nbytes in net.group_bytes]
+        return Rows.of(entries, (len(speeds), self.num_flows + 1)), limits
+
+    def _uplinks(self, first_row: int) -> list[tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]]:
+        """Out: what its trainers send to other domains, and the copies its first nodes send there. In: N_d, less what its
+        own trainers send to first nodes in it."""
+        num_groups = len(self.net.uplinks)
+        out, into = np.arange(num_groups + 1) + first_row, np.arange(num_groups + 1) + first_row + num_groups
+        a, f, z = self.leave, self.enter, self.couple
+        only = np.array([min(d, default=-1) for d in self.net.target_domains], dtype=np.int64)  # where needed in one
+        narrow = self.num_domains[a.of] == 1
+        entries: list[tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]] = []
+        for column, source, target in (
+            (a.column[narrow], a.domain[narrow], only[a.of[narrow]]),
+            (z.column, z.at, z.domain),
+        ):
+            away, inside = (source != target) & (source < num_groups), (source == target) & (source < num_groups)
+            entries += [(out[source[away]], column[away], 1.0), (into[source[inside]], column[inside], -1.0)]
+        onward = (self.num_domains[f.of] > 1) & (f.domain < num_groups)
+        entries.append((out[f.domain[onward]], f.column[onward], self.num_domains[f.of[onward]] - 1.0))
+        return entries
+
+    def uplink_use(self, links: Rows, best: float) -> FloatArray:
+        """[num_flows] cost in the second LP: mean share of the bound's time that uplinks are busy, for no needless crossing."""
+        num_rows = 2 * len(self.net.uplinks)
+        first_row = links.shape[0] - num_rows
+        mine = (links.row >= first_row) & (links.column < self.num_flows)
+        full = np.array(2 * self.net.uplinks) / self.rate * best * num_rows
+        cost = np.zeros(self.num_flows)
+        np.add.at(cost, links.column[mine], links.value[mine] / full[links.row[mine] - first_row])
+        return cost
+
+    def balance(self) -> Rows:
+        """Rows over (flows, T, ratios): load / bandwidth <= ratio * mean, for the second LP.
+
+        Ratios: trainers' egress, rollout nodes' forwarding, and per domain what enters its rollout nodes from outside it.
+        """
+        net, n = self.net, self.num_flows
+        trainers, nodes = net.topology.trainers, net.rollout_nodes
+        domains = sorted({net.domain_of[v] for v in nodes})
+        row_of_node = np.zeros(len(net.domain_of), dtype=np.int64)
+        row_of_node[[*nodes]] = range(len(nodes))
+        row_of_trainer = np.zeros(len(net.topology.workers), dtype=np.int64)
+        row_of_trainer[[*trainers]] = range(len(trainers))
+        speed = np.array([net.topology.workers[t].bandwidth for t in trainers] + 2 * [*net.rollout_bandwidth.values()])
+        speed = speed / self.rate
+        ratio = np.repeat([0, 1], [len(trainers), len(nodes)])
+        ratio = np.append(ratio, [2 + domains.index(net.domain_of[v]) for v in nodes])
+        sizes = {c: net.classes[c].nbytes / self.unit for c in self.active}
+        totals = [sum(sizes.values()), sum(s * (len(net.targets[c]) - 1) for c, s in sizes.items())]
+        totals += [sum(s for c, s in sizes.items() if d in net.target_domains[c]) for d in domains]
+        means = np.array(totals) / np.array([speed[ratio == g].sum() for g in range(len(totals))])
+        used = means[ratio] > 0
+        scale = np.where(used, 1.0 / np.where(used, means[ratio] * speed, 1.0), 0.0)
+        forward, enter = row_of_node + len(trainers), row_of_node + len(trainers) + len(nodes)
+        a, f, w = self.leave, self.enter, self.gateway
+        loads = [(row_of_trainer[a.at], a, np.ones(len(a.of), dtype=np.int64))]
+        loads += [(forward[g.at], g, self._copies(g, first=g is f)) for g in (f, w)]
+        loads += [(enter[g.at], g, np.ones(len(g.of), dtype=np.int64)) for g in (f, w)]
+        entries = [(rows, g.column, weights * scale[rows]) for rows, g, weights in loads]
+        entries.append((np.arange(len(speed)), n + 1 + ratio, np.full(len(speed), -1.0)))
+        return Rows.of(entries, (len(speed), n + 1 + len(totals)))
+
+    def streams(
+        self, flows: FloatArray
+    ) -> tuple[tuple[Amounts, ...], tuple[Amounts, ...], tuple[dict[int, Amounts], ...]]:
+        """`Flow.leave`, `.enter` and `.gateways` of a solution, in bytes.
+
+        A class so small that all of it is within the solver's tolerances may be missing there; it goes any one way.
+        """
+        a, f, w, z = (self._found(family, flows) for family in (self.leave, self.enter, self.gateway, self.couple))
+        leave: list[Amounts] = []
+        enter: list[Amounts] = []
+        gateways: list[dict[int, Amounts]] = []
+        for c, (k, domains) in enumerate(zip(self.net.classes, self.net.target_domains, strict=True)):
+            leaving: Amounts = tuple((t, x) for _, t, x in a[c])
+            entering: Amounts = tuple((v, x) for _, v, x in f[c])
+            passing: dict[int, Amounts] = {}
+            if len(domains) > 1:
+                first = {d: [(v, x) for e, v, x in f[c] if e == d] for d in domains}
+                entering = _in_order(sorted((d, e, x) for e, d, x in z[c]), first)
+                passing = {d: tuple((v, x) for e, v, x in w[c] if e == d) for d in domains}
+            if domains and min(sum(x for _, x in side) for side in (leaving, entering)) < _KEPT * k.nbytes:
+                targets = self.net.targets[c]
+                leaving = ((k.holders[c % len(k.holders)], float(k.nbytes)),)
+                entering = ((targets[c % len(targets)], float(k.nbytes)),)
+            leave.append(leaving)
+            enter.append(entering)
+            gateways.append(passing)
+        return tuple(leave), tuple(enter), tuple(gateways)
+
+    def _found(self, family: _Family, flows: FloatArray) -> list[list[tuple[int, int, float]]]:
+        """Per class the (domain, at, bytes) that are more than noise, ascending."""
+        found: list[list[tuple[int, int, float]]] = [[] for _ in self.net.classes]
+        amount = flows[family.column]
+        keep = np.flatnonzero(amount > _NOISE * self.nbytes[family.of])
+        columns = (x[keep].tolist() for x in (family.of, family.domain, family.at, amount))
+        for c, domain, at, nbytes in zip(*columns, strict=True):
+            found[c].append((domain, at, nbytes))
+        return [sorted(entries) for entries in found]
+
+
+def _in_order(blocks: list[tuple[int, int, float]], first: dict[int, list[tuple[int, float]]]) -> Amounts:
+    """First nodes in the order of the stream: for each (sending domain, receiving domain, bytes) the next ones there."""
+    found: list[tuple[int, float]] = []
+    for _, domain, nbytes in blocks:
+        queue = first[domain]
+        while nbytes > 0 and queue:
+            v, left = queue.pop(0)
+            taken = min(left, nbytes)
+            found.append((v, taken))
+            nbytes -= taken
+            if left > taken:
+                queue.insert(0, (v, left - taken))
+    return tuple(found)

@@ -20,17 +20,19 @@ from weightbridge.plan.topology import Topology
 
 __all__ = ["HOP", "ROUTE", "STAGES", "AtomTable", "Bounds", "Plan", "ReplicaClass", "with_rounds"]
 
-STAGES: tuple[str, ...] = ("receive", "exchange")
-"""Stages that move bytes into a slot of their own, in order: trainer -> first worker, worker -> its counterparts on
-other nodes. The third stage of the paper, inside the node, moves nothing: assembling reads the neighbour's slots."""
+STAGES: tuple[str, ...] = ("receive", "exchange", "relay")
+"""Stages that move bytes into a slot of their own, in order: trainer -> first worker, first worker -> its counterparts on
+other nodes, gateway of another group of nodes -> its counterparts there (used only where the topology has groups; a slot
+that nothing comes into has no bytes). The last stage of the paper, inside the node, moves nothing: assembling reads the
+neighbour's slots."""
 
-ROUTE = np.dtype([("class_id", "<i8"), ("lo", "<i8"), ("hi", "<i8"), ("sender", "<i8"), ("entry", "<i8")])
-"""Bytes [lo, hi) of a class stream go from worker `sender` (a trainer) to worker `entry` (a rollout) in stage 0."""
+ROUTE = np.dtype([(name, "<i8") for name in ("class_id", "lo", "hi", "sender", "entry", "pace", "phase")])
+"""Bytes [lo, hi) of a class stream go from worker `sender` (a trainer) to worker `entry` (a rollout) in stage 0.
+
+pace, phase: in which rounds, see `Plan.cuts`."""
 
 HOP = np.dtype([("route", "<i8"), ("stage", "<i8"), ("src", "<i8"), ("dst", "<i8")])
 """A further copy of a whole route: from worker `src`, which has it from an earlier stage, to `dst`, in `STAGES[stage]`."""
-
-_GOLDEN = 2654435769  # 2**32 / golden ratio: its multiples spread most evenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +83,10 @@ class Bounds:
 class Plan:
     """One routing plan for one set of workers.
 
-    epoch: grows with every replanning. rounds: K; each route is cut into K nearly equal parts (`part`).
+    epoch: grows with every replanning. rounds: K; each route is cut into at most K nearly equal parts (`part`).
     alignment: bytes; every cut of a stream is at a multiple of it (or at the stream's end) and never inside an element.
-    slot_bytes: capacity of one slot of one stage on one worker never exceeds it.
+    unit_bytes: a multiple of `alignment`; rounds deal a route out in units of it, so that what is small is not cut into
+    crumbs. slot_bytes: capacity of one slot of one stage on one worker never exceeds it.
     """
 
     epoch: int
@@ -95,6 +98,7 @@ class Plan:
     hops: npt.NDArray[np.void]
     rounds: int
     alignment: int
+    unit_bytes: int
     slot_bytes: int
     bounds: Bounds
 
@@ -106,31 +110,33 @@ class Plan:
     def cuts(self, rounds: range, *, routes: slice = slice(None)) -> npt.NDArray[np.int64]:
         """[len(rounds), num_routes] stream offsets at which each of `routes` enters round k: part k is cuts k to k + 1.
 
-        A route is counted in units of `alignment`, and the units are dealt to the rounds as evenly as whole units allow.
-        Where they do not come out even, each route starts at another phase (multiples of the golden ratio), so that the
-        many routes of a few units do not all fall into the same round.
+        A route is counted in units of `unit_bytes` (the last may be short). Before round k come
+        floor((pace * k + phase) / rounds) of them, at least 0 and at most all. So its units are dealt to the rounds as evenly
+        as whole units allow, `pace` of them in `rounds` rounds, and the phase says which rounds get one more. A route with
+        a pace of its own number of units lasts from the first round to the last. Short routes that go the same way can
+        share a higher pace and follow each other, each with the phase that makes it begin where the one before ends.
         """
-        lo, hi = self.routes["lo"][routes], self.routes["hi"][routes]
-        units = -(-(hi - lo) // self.alignment)
-        ids = np.arange(len(self.routes), dtype=np.int64)[routes]
-        phase = ((ids * _GOLDEN & 0xFFFFFFFF) * self.rounds) >> 32
+        part = self.routes[routes]
+        lo, hi = part["lo"], part["hi"]
         k = np.clip(np.asarray(rounds, dtype=np.int64), 0, self.rounds)[:, None]
-        at = lo + (units * k + phase) // self.rounds * self.alignment
-        found: npt.NDArray[np.int64] = np.minimum(at, hi)
+        units = np.maximum((part["pace"] * k + part["phase"]) // self.rounds, 0)
+        found: npt.NDArray[np.int64] = np.minimum(lo + units * self.unit_bytes, hi)
         return found
 
     @cached_property
     def digest(self) -> str:
         """Hex digest; all workers of a session must agree on it before the first byte moves."""
         h = hashlib.blake2b(digest_size=16)
-        head = (self.epoch, self.spec_digest, self.topology, self.classes, self.rounds, self.alignment, self.slot_bytes)
-        h.update(repr(head).encode())
+        sizes = (self.rounds, self.alignment, self.unit_bytes, self.slot_bytes)
+        h.update(repr((self.epoch, self.spec_digest, self.topology, self.classes, sizes)).encode())
         a = self.atoms
         for column in (a.tensor, a.start, a.step, a.count, a.class_id, a.stream_offset, self.routes, self.hops):
             h.update(np.ascontiguousarray(column).tobytes())
         return h.hexdigest()
 
 
-def with_rounds(plan: Plan, rounds: int) -> Plan:
-    """The same routes cut into another number of rounds."""
-    return replace(plan, rounds=rounds)
+def with_rounds(plan: Plan, rounds: int, *, unit_bytes: int | None = None) -> Plan:
+    """The same routes cut into another number of rounds, in other units: all last to the end, and all phases are 0."""
+    routes, unit = plan.routes.copy(), unit_bytes or plan.unit_bytes
+    routes["pace"], routes["phase"] = -(-(routes["hi"] - routes["lo"]) // unit), 0
+    return replace(plan, routes=routes, rounds=rounds, unit_bytes=unit)

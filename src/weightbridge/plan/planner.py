@@ -25,12 +25,18 @@ __all__ = ["PlanOptions", "make_plan"]
 class PlanOptions:
     """slot_bytes: most bytes one slot of one stage holds on any worker. alignment: bytes, where streams may be cut; a
     multiple of 64. epoch: number of this plan among the session's. min_rounds: cut into at least so many rounds, so that
-    a small model still overlaps its stages."""
+    a small model still overlaps its stages. round_seconds: what one more round costs everybody whatever its size; with it
+    the planner weighs more rounds against a longer fill and drain. unit_bytes: as in `Plan`, a multiple of `alignment`;
+    None: the coarsest that needs no more rounds and keeps every round even. balanced: False keeps the first LP's routes,
+    which hold the bound but crowd links in turn; for studies."""
 
     slot_bytes: int = 64 << 20
     alignment: int = 256
     epoch: int = 0
     min_rounds: int = 1
+    round_seconds: float = 1e-3
+    unit_bytes: int | None = None
+    balanced: bool = True
 
     def __post_init__(self) -> None:
         if self.alignment <= 0 or self.alignment % SEGMENT_ALIGNMENT_BYTES:
@@ -41,6 +47,12 @@ class PlanOptions:
             raise UsageError(
                 f"slot_bytes and min_rounds must be positive and epoch not negative, got {self.slot_bytes}, "
                 f"{self.min_rounds} and {self.epoch}"
+            )
+        if not self.round_seconds > 0:
+            raise UsageError(f"round_seconds must be positive, got {self.round_seconds}")
+        if self.unit_bytes is not None and (self.unit_bytes <= 0 or self.unit_bytes % self.alignment):
+            raise UsageError(
+                f"unit_bytes must be a positive multiple of alignment, {self.alignment} bytes, got {self.unit_bytes}"
             )
 
 
@@ -69,12 +81,15 @@ def make_plan(
     )
     atoms, classes = classify(job, overlay(job))
     net = Network(topology=topology, classes=classes)
-    flow = solve(net)
+    flow = solve(net, balanced=options.balanced)
     routes, hops = make_routes(net, flow, options.alignment)
     bounds = certified(net, flow, busiest_link_seconds(net, routes, hops))
     draft = Plan(
         epoch=options.epoch, spec_digest=spec.digest, topology=topology, atoms=atoms, classes=classes,
-        routes=routes, hops=hops, rounds=1, alignment=options.alignment, slot_bytes=options.slot_bytes,
+        routes=routes, hops=hops, rounds=1, alignment=options.alignment,
+        unit_bytes=options.alignment, slot_bytes=options.slot_bytes,
         bounds=bounds,
     )  # fmt: skip
-    return fit_rounds(draft, options.min_rounds)
+    return fit_rounds(
+        draft, min_rounds=options.min_rounds, unit_bytes=options.unit_bytes, round_seconds=options.round_seconds
+    )

@@ -1,216 +1,336 @@
 """From flows to routes: which bytes of which class go from which trainer to which worker, and who passes them on.
 
-The LP decides amounts per trainer and per node. Here each class stream is cut into contiguous pieces at aligned offsets,
-each piece gets an entry worker in its first node (needers first, every link of the node carrying its share), and a
-counterpart on each other node that needs it. Deterministic throughout; works on some thousands of routes, not on boxes.
+The LP decides amounts per trainer and per node. Classes with equal target nodes form a *pool* (`plan/pools.py`). A pool's
+entry workers get room, each its link's share of what enters its node, and the pool's classes are laid into it end to end
+(`plan/filling.py`): every worker's NIC carries its exact share of each pool, in and out, for one cut per worker. Then each
+stream is cut between its senders, and copies go out from the entry worker to a counterpart on every other target.
+Deterministic throughout; works on some thousands of routes, not on boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from bisect import bisect
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from weightbridge.plan.flow import Flow, Network
+from weightbridge.plan.filling import Crumbs, Item, cut_points, fill
+from weightbridge.plan.flow import Flow
+from weightbridge.plan.links import link_use
+from weightbridge.plan.network import Network
 from weightbridge.plan.plan import HOP, ROUTE, STAGES
+from weightbridge.plan.pools import Block, Pool, pools
 
 __all__ = ["busiest_link_seconds", "make_routes"]
 
 _TINY_BYTES = 1 << 16
-"""A class no longer than this is not cut between senders or between nodes: its share of any link is nothing."""
+"""A class no longer than this is not cut: it takes any link less time than a message's latency."""
+
+_TINY = 1 / 1024
+"""Nor is it long enough to be cut then: share of a worker's traffic, for small models."""
+
+_EXACT = 1e-5
+"""Share of a worker's traffic up to which crumbs are left where they are, all of a pool's together."""
 
 _DUST = 1 / 256
-"""A piece shorter than this share of what it is cut from is left where it was: fewer, larger messages."""
+"""The same where nothing depends on it: inside a node."""
+
+_EXCHANGE, _RELAY = STAGES.index("exchange"), STAGES.index("relay")
+
+Stream = list[tuple[int, int]]
+"""A class stream as (worker, bytes) laid end to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A further copy of a route: `src` has it from an earlier stage."""
+
+    stage: int
+    src: int
+    dst: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
+    """Bytes [lo, hi) of a class stream, from `sender` to `entry`, and from there along a tree of copies."""
+
     class_id: int
     lo: int
     hi: int
     sender: int
-    node: int
-    entry: int = -1
-    onward: dict[int, int] = field(default_factory=dict)  # node -> worker that gets a copy there
+    entry: int
+    copies: tuple[_Copy, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return self.hi - self.lo
 
-    def cut(self, nbytes: int) -> tuple[_Route, _Route]:
-        """The first `nbytes` and the rest."""
-        return replace(self, hi=self.lo + nbytes), replace(self, lo=self.lo + nbytes)
+    def cut(self, stream: Stream) -> list[tuple[_Route, int]]:
+        """The parts of a route, and where each goes, for (where, bytes) that make it up."""
+        ends = [*accumulate((nbytes for _, nbytes in stream), initial=self.lo)]
+        return [(replace(self, lo=lo, hi=hi), to) for (lo, hi), (to, _) in zip(pairwise(ends), stream, strict=True)]
 
 
 def make_routes(net: Network, flow: Flow, alignment: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
-    """ROUTE and HOP tables. Every cut is at a multiple of `alignment` bytes of the class stream."""
-    routes = _enter(net, _network_pieces(net, flow, alignment), alignment)
-    for node in net.rollout_nodes:
-        routes = _forward(net, routes, node, alignment)
-    routes += _enter(net, _local_pieces(net, alignment), alignment)
-    routes.sort(key=lambda r: (r.class_id, r.node if net.node_of[r.sender] == r.node else -1, r.lo))
-    table = np.array([(r.class_id, r.lo, r.hi, r.sender, r.entry) for r in routes], dtype=ROUTE)
-    stage = STAGES.index("exchange")
-    hops = [(i, stage, r.entry, dst) for i, r in enumerate(routes) for _, dst in sorted(r.onward.items())]
+    """ROUTE and HOP tables, without pace and phase. Every cut is at a multiple of `alignment` bytes of the class stream."""
+    router = _Router(net, flow, alignment)
+    routes = router.copied(router.network_routes())
+    routes += router.local_routes()
+    node = net.node_of
+    routes.sort(key=lambda r: (r.class_id, node[r.entry] if node[r.sender] == node[r.entry] else -1, r.lo))
+    table = np.array([(r.class_id, r.lo, r.hi, r.sender, r.entry, 0, 0) for r in routes], dtype=ROUTE)
+    hops = [(i, copy.stage, copy.src, copy.dst) for i, r in enumerate(routes) for copy in r.copies]
     return table, np.array(hops, dtype=HOP)
 
 
-def _network_pieces(net: Network, flow: Flow, alignment: int) -> list[_Route]:
-    """Pair what leaves the trainers with what enters the nodes, class by class, both in fixed order: few pairs result."""
-    pieces = []
-    for c, (leave, enter) in enumerate(zip(flow.leave, flow.enter, strict=True)):
-        if not enter:
-            continue
-        nbytes = net.classes[c].nbytes
-        if nbytes <= _TINY_BYTES:
-            leave, enter = ((max(side, key=lambda pair: (pair[1], -pair[0])),) for side in (leave, enter))
-        leave_ends, enter_ends = (_cut_points(side, nbytes, alignment) for side in (leave, enter))
-        ends = sorted({*leave_ends, *enter_ends})
-        for lo, hi in zip([0, *ends], ends, strict=False):
-            sender = leave[int(np.searchsorted(leave_ends, lo, side="right"))][0]
-            node = enter[int(np.searchsorted(enter_ends, lo, side="right"))][0]
-            pieces.append(_Route(c, lo, hi, sender, node))
-    return pieces
+@dataclass(frozen=True)
+class _Router:
+    net: Network
+    flow: Flow
+    alignment: int
 
+    # --- over the network ---------------------------------------------------------------------------------------------
 
-def _cut_points(amounts: Iterable[tuple[int, float]], nbytes: int, alignment: int) -> list[int]:
-    """Aligned ends of the parts of a stream, in proportion to `amounts`; parts that are dust become empty."""
-    sizes = np.array([amount for _, amount in amounts])
-    sizes = np.where(sizes < max(alignment, nbytes * _DUST), 0.0, sizes) if sizes.max() > alignment else sizes
-    ends = np.rint(np.cumsum(sizes) / sizes.sum() * (nbytes / alignment)).astype(np.int64) * alignment
-    ends = np.minimum(ends, nbytes)
-    ends[np.flatnonzero(sizes)[-1] :] = nbytes
-    found: list[int] = ends.tolist()
-    return found
+    def network_routes(self) -> list[_Route]:
+        """Routes from trainers to their entry workers, without copies."""
+        entries: dict[int, list[tuple[int, Stream]]] = {}
+        for pool in pools(self.net, self.flow, self.alignment):
+            for block, stream in self._pooled(pool):
+                entries.setdefault(block.class_id, []).append((block.place, stream))
+        found = []
+        for c, streams in entries.items():
+            found += self._joined(c, self._senders(c), [part for _, stream in sorted(streams) for part in stream])
+        return found
 
+    def _pooled(self, pool: Pool) -> list[tuple[Block, Stream]]:
+        """Each member of a pool, with its (entry worker, bytes)."""
+        nodes = tuple(pool.into)
+        room = {w: n for v in nodes for w, n in self._shares(v, pool.into[v]).items()}
+        # laid end to end, classes of one sender together, so that a sender meets few workers
+        members = sorted(pool.members, key=lambda block: (self._most(block.class_id), block.class_id, block.place))
+        items = [Item(nbytes=block.nbytes, wanted=self._wanted(block.class_id, nodes)) for block in members]
+        crumbs = self._crumbs(min(self._ingress[w] for w in room), len(room))
+        return list(zip(members, fill(items, room, crumbs), strict=True))
 
-def _local_pieces(net: Network, alignment: int) -> list[_Route]:
-    """Streams for nodes that hold the class themselves: each goes once from their own trainers, spread evenly."""
-    pieces = []
-    load = dict.fromkeys(net.topology.trainers, 0)
-    for c in sorted(range(len(net.classes)), key=lambda c: (-net.classes[c].nbytes, c)):
-        nbytes = net.classes[c].nbytes
-        for node in net.local[c]:
-            holders = [t for t in net.classes[c].holders if net.node_of[t] == node]
-            if nbytes <= _TINY_BYTES:
-                holders = [min(holders, key=lambda t: (load[t], t))]
-            ends = _cut_points([(t, float(nbytes)) for t in holders], nbytes, alignment)
-            for sender, lo, hi in zip(holders, [0, *ends], ends, strict=False):
-                if hi > lo:
-                    load[sender] += hi - lo
-                    pieces.append(_Route(c, lo, hi, sender, node))
-    return pieces
+    def _most(self, c: int) -> int:
+        """The trainer that sends most of a class."""
+        return max(self.flow.leave[c], key=lambda pair: (pair[1], -pair[0]))[0]
 
+    def _senders(self, c: int) -> Stream:
+        """The (trainer, bytes) that the class's stream is cut between, in proportion to the flow."""
+        leave, nbytes = self.flow.leave[c], self.net.classes[c].nbytes
+        most = self._most(c)
+        if nbytes <= min(self._leave_crumbs[t].whole_bytes for t, _ in leave):
+            return [(most, nbytes)]
+        leave = tuple((t, n) for t, n in leave if n >= self._leave_crumbs[t].of(nbytes) or t == most)
+        ends = cut_points([amount for _, amount in leave], nbytes, self.alignment)
+        return [(t, hi - lo) for (t, _), lo, hi in zip(leave, [0, *ends], ends, strict=False)]
 
-def _enter(net: Network, pieces: list[_Route], alignment: int) -> list[_Route]:
-    """Give each piece an entry worker. Pieces with equally many onward copies are spread on their own, so that both what
-    enters a worker and what it passes on are in proportion to its link."""
-    groups: dict[tuple[int, int], list[_Route]] = {}
-    for piece in pieces:
-        local = net.node_of[piece.sender] == piece.node
-        copies = 0 if local else len(net.targets[piece.class_id]) - 1
-        groups.setdefault((piece.node, copies), []).append(piece)
-    found = []
-    for (node, _), members in sorted(groups.items()):
-        total = sum(m.nbytes for m in members)
-        spread = _spread(net, members, node, _shares(net, node, total), alignment)
-        found += [replace(piece, entry=worker) for piece, worker in spread]
-    return found
+    def _joined(self, c: int, senders: Stream, entries: Stream) -> list[_Route]:
+        """Both cuts of a stream laid over each other; a sender's cut moves by a crumb where that saves a route."""
+        ends, sends = ([0, *accumulate(n for _, n in stream)] for stream in (entries, senders))
+        for i, (t, _) in enumerate(senders[:-1], start=1):
+            near = min(ends, key=lambda end: abs(end - sends[i]))
+            if abs(near - sends[i]) <= self._leave_crumbs[t].of(self.net.classes[c].nbytes):
+                sends[i] = near
+        cuts = sorted({*ends, *sends})
+        return [
+            _Route(c, lo, hi, senders[bisect(sends, lo) - 1][0], entries[bisect(ends, lo) - 1][0])
+            for lo, hi in pairwise(cuts)
+        ]
 
+    # --- onward -------------------------------------------------------------------------------------------------------
 
-def _shares(net: Network, node: int, nbytes: int) -> dict[int, float]:
-    """`nbytes` divided over the node's rollout workers in proportion to their links."""
-    workers = net.rollouts_on[node]
-    rates = [net.topology.workers[w].bandwidth for w in workers]
-    return {w: nbytes * rate / sum(rates) for w, rate in zip(workers, rates, strict=True)}
+    def copied(self, routes: list[_Route]) -> list[_Route]:
+        """Network routes with their trees of copies: the entry worker passes each on to one worker of every other target of
+        its domain and to the gateway of every other domain, and that to one worker of every other target there.
 
+        Between nodes of equal links a copy goes along the rail, which bounds the number of pairs and keeps shares what they
+        are. Elsewhere it goes where there is room, and routes are cut for it.
+        """
+        for domain in range(len(self.net.uplinks) + 1 if self.net.uplinks else 0):
+            routes = self._with_gateways(routes, domain)
+        found, elsewhere = [], set()
+        for r in routes:
+            copies = list(r.copies)
+            for copy in self._due(r):
+                home = self.net.node_of[copy.src]
+                if self._rates[copy.dst] == self._rates[home]:
+                    copies.append(replace(copy, dst=self._rails[copy.dst][self._rails[home].index(copy.src)]))
+                else:
+                    elsewhere.add(copy.dst)
+            found.append(replace(r, copies=tuple(copies)))
+        for v in sorted(elsewhere):
+            found = self._copied_freely(found, v)
+        return found
 
-def _spread(
-    net: Network, pieces: list[_Route], node: int, room: dict[int, float], alignment: int
-) -> list[tuple[_Route, int]]:
-    """Fill the workers of a node up to their `room`, cutting pieces where they do not fit whole.
+    def _with_gateways(self, routes: list[_Route], domain: int) -> list[_Route]:
+        """Routes with a copy to a gateway in the domain, where they enter another and are needed there; cut by the flow.
 
-    First pieces that only some of the node's workers need, to those who need them (the fewer, the sooner); then
-    everything else, laid end to end over the workers by sender, so that a sender meets few workers.
-    """
-    found: list[tuple[_Route, int]] = []
-    rest: list[_Route] = []
-    wanted = {p.class_id: [w for w in net.classes[p.class_id].needers if net.node_of[w] == node] for p in pieces}
-    picky = [p for p in pieces if len(wanted[p.class_id]) < len(room)]
-    for piece in sorted(picky, key=lambda p: (len(wanted[p.class_id]), -p.nbytes, p.class_id, p.lo)):
-        left: _Route | None = piece
-        while left is not None:
-            worker = max(wanted[piece.class_id], key=lambda w: (room[w], -w))
-            left = _put(left, worker, room, alignment, found)
-            if left is not None and room[worker] <= 0 and all(room[w] <= alignment for w in wanted[piece.class_id]):
-                rest.append(left)
-                break
-    rest += [p for p in pieces if len(wanted[p.class_id]) >= len(room)]
-    for piece in sorted(rest, key=lambda p: (p.sender, p.class_id, p.lo)):
-        left = piece
-        while left is not None:
-            worker = next((w for w in room if room[w] > alignment), max(room, key=lambda w: (room[w], -w)))
-            left = _put(left, worker, room, alignment, found)
-    return found
+        The routes of each rail are dealt to the gateways apart, so that all rails relay alike.
+        """
+        net = self.net
+        kept: list[_Route] = []
+        pools: dict[tuple[tuple[int, ...], tuple[float, ...], int], list[_Route]] = {}
+        for r in routes:
+            nodes, home = net.target_domains[r.class_id].get(domain, ()), net.node_of[r.entry]
+            if not nodes or net.domain_of[home] == domain:
+                kept.append(r)
+            elif all(self._rates[v] == self._rates[home] for v in nodes):
+                pools.setdefault((nodes, self._rates[home], self._rails[home].index(r.entry)), []).append(r)
+            else:
+                pools.setdefault((nodes, (), -1), []).append(r)
+        for (nodes, _, rail), members in sorted(pools.items()):
+            into = self._relayed(domain, nodes)
+            scale = sum(r.nbytes for r in members) / sum(into.values())
+            if rail < 0:
+                room = {w: n for v in into for w, n in self._shares(v, into[v] * scale).items()}
+            else:
+                room = {self._rails[v][rail]: n * scale for v, n in into.items()}
+            wanted = [self._wanted(r.class_id, tuple(into)) if rail < 0 else () for r in members]
+            items = [Item(nbytes=r.nbytes, wanted=w) for r, w in zip(members, wanted, strict=True)]
+            crumbs = self._crumbs(min(self._ingress[w] for w in room), len(room))
+            for r, stream in zip(members, fill(items, room, crumbs), strict=True):
+                kept += [replace(part, copies=(*r.copies, _Copy(_EXCHANGE, r.entry, w))) for part, w in r.cut(stream)]
+        return kept
 
+    def _relayed(self, domain: int, nodes: tuple[int, ...]) -> dict[int, float]:
+        """Bytes of all classes needed by just these nodes of the domain for which each is the gateway."""
+        into = dict.fromkeys(nodes, 0.0)
+        for domains, gateways in zip(self.net.target_domains, self.flow.gateways, strict=True):
+            for v, nbytes in gateways.get(domain, ()) if domains.get(domain) == nodes else ():
+                into[v] += nbytes
+        return {v: n for v, n in into.items() if n > 0} or dict.fromkeys(nodes, 1.0)
 
-def _put(
-    piece: _Route, worker: int, room: dict[int, float], alignment: int, found: list[tuple[_Route, int]]
-) -> _Route | None:
-    """Assign as much of the piece as `worker` has room for, all of it if little would be left over; returns the rest."""
-    dust = max(alignment, piece.nbytes * _DUST)
-    others = any(r > alignment for w, r in room.items() if w != worker)
-    if piece.nbytes - room[worker] <= dust or not others:
-        found.append((piece, worker))
-        room[worker] -= piece.nbytes
-        return None
-    fits = int(room[worker]) // alignment * alignment
-    if fits < dust:
-        room[worker] = min(room[worker], 0.0)  # too little to be worth a message
-        return piece
-    head, tail = piece.cut(fits)
-    found.append((head, worker))
-    room[worker] = 0.0
-    return tail
+    def _due(self, r: _Route) -> list[_Copy]:
+        """The copies still to be made inside domains, by whoever has the bytes first there; `dst` is a node."""
+        node, domain = self.net.node_of, self.net.domain_of
+        home = domain[node[r.entry]]
+        first = {home: (_EXCHANGE, r.entry)}
+        for copy in r.copies:
+            if copy.stage == _EXCHANGE and domain[node[copy.dst]] != home:
+                first[domain[node[copy.dst]]] = (_RELAY, copy.dst)
+        got = {node[r.entry], *(node[copy.dst] for copy in r.copies)}
+        return [_Copy(*first[domain[v]], v) for v in self.net.targets[r.class_id] if v not in got]
 
+    def _copied_freely(self, routes: list[_Route], v: int) -> list[_Route]:
+        """The copies due to node v, to whichever of its workers' links have room left."""
+        net = self.net
+        got = dict.fromkeys(net.rollouts_on[v], 0)
+        kept: list[_Route] = []
+        free: list[tuple[_Route, _Copy]] = []
+        for r in routes:
+            here = [w for w in (r.entry, *(copy.dst for copy in r.copies)) if w in got]
+            for w in here:
+                got[w] += r.nbytes
+            copy = next((copy for copy in self._due(r) if copy.dst == v), None) if not here else None
+            if copy is None:
+                kept.append(r)
+            else:
+                free.append((r, copy))
+        total = sum(r.nbytes for r, _ in free)
+        room = {w: max(self._ingress[w] - got[w], 0.0) for w in got}
+        room = {w: n * total / sum(room.values()) for w, n in room.items()}
+        items = [Item(nbytes=r.nbytes, wanted=self._wanted(r.class_id, (v,))) for r, _ in free]
+        crumbs = self._crumbs(min(self._ingress[w] for w in room), len(room))
+        for (r, copy), stream in zip(free, fill(items, room, crumbs), strict=True):
+            kept += [replace(part, copies=(*r.copies, replace(copy, dst=w))) for part, w in r.cut(stream)]
+        return kept
 
-def _forward(net: Network, routes: list[_Route], node: int, alignment: int) -> list[_Route]:
-    """Give each route that must be copied to `node` the worker there that gets it.
+    @cached_property
+    def _rates(self) -> dict[int, tuple[float, ...]]:
+        """The links of each node's rollout workers, rail by rail."""
+        return {v: tuple(self.net.topology.workers[w].bandwidth for w in rails) for v, rails in self._rails.items()}
 
-    Between nodes with equally many rollout workers the i-th sends to the i-th (rail-aligned: it bounds the number of
-    pairs). Between others a rail would crowd the workers that have a counterpart, so the copies are spread by link.
-    """
-    own = net.rollouts_on[node]
-    found, free = [], []
-    for r in routes:
-        if r.node == node or node not in net.targets[r.class_id]:
-            found.append(r)
-            continue
-        there = net.rollouts_on[r.node]
-        if len(there) == len(own):
-            found.append(replace(r, onward={**r.onward, node: own[there.index(r.entry)]}))
-        else:
-            free.append(r)
-    spread = _spread(net, free, node, _shares(net, node, sum(r.nbytes for r in free)), alignment)
-    return found + [replace(r, onward={**r.onward, node: worker}) for r, worker in spread]
+    @cached_property
+    def _rails(self) -> dict[int, tuple[int, ...]]:
+        """Rollout workers of each node, in an order in which counterparts have equal links and need equal classes."""
+        net = self.net
+        needs: dict[int, list[int]] = {w: [] for w in net.topology.rollouts}
+        for c, k in enumerate(net.classes):
+            for w in k.needers:
+                needs[w].append(c)
+        seen: dict[tuple[float, tuple[int, ...], int], int] = {}
+        found = {}
+        for node, workers in net.rollouts_on.items():
+            kinds: list[tuple[float, tuple[int, ...], int]] = []
+            for w in workers:
+                rate, needed = net.topology.workers[w].bandwidth, tuple(needs[w])
+                same = sum(kind[:2] == (rate, needed) for kind in kinds)
+                kinds.append((rate, needed, same))
+                seen.setdefault(kinds[-1], len(seen))
+            found[node] = tuple(w for _, w in sorted(zip((seen[kind] for kind in kinds), workers, strict=True)))
+        return found
+
+    # --- inside a node ------------------------------------------------------------------------------------------------
+
+    def local_routes(self) -> list[_Route]:
+        """Streams for nodes that hold the class themselves: each goes once from their own trainers, spread evenly."""
+        net = self.net
+        pieces: dict[int, list[_Route]] = {}
+        load = dict.fromkeys(net.topology.trainers, 0)
+        for c in sorted(range(len(net.classes)), key=lambda c: (-net.classes[c].nbytes, c)):
+            nbytes = net.classes[c].nbytes
+            for node in net.local[c]:
+                holders = [t for t in net.classes[c].holders if net.node_of[t] == node]
+                if nbytes <= _TINY_BYTES:
+                    holders = [min(holders, key=lambda t: (load[t], t))]
+                ends = cut_points([1.0] * len(holders), nbytes, self.alignment)
+                for sender, lo, hi in zip(holders, [0, *ends], ends, strict=False):
+                    if hi > lo:
+                        load[sender] += hi - lo
+                        pieces.setdefault(node, []).append(_Route(c, lo, hi, sender, -1))
+        return [r for node, members in sorted(pieces.items()) for r in self._entered(node, members)]
+
+    def _entered(self, node: int, pieces: list[_Route]) -> list[_Route]:
+        """Local pieces with entry workers, in proportion to their links as these are all we know of their speed."""
+        pieces.sort(key=lambda r: (r.sender, r.class_id, r.lo))
+        total = sum(r.nbytes for r in pieces)
+        items = [Item(nbytes=r.nbytes, wanted=self._wanted(r.class_id, (node,))) for r in pieces]
+        crumbs = Crumbs(alignment=self.alignment, whole_bytes=min(_TINY_BYTES, total >> 10), exact_bytes=total * _DUST)
+        found = []
+        for r, stream in zip(pieces, fill(items, self._shares(node, total), crumbs), strict=True):
+            lo = r.lo
+            for worker, nbytes in stream:
+                found.append(replace(r, lo=lo, hi=lo + nbytes, entry=worker))
+                lo += nbytes
+        return found
+
+    # --- shares -------------------------------------------------------------------------------------------------------
+
+    def _wanted(self, c: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
+        """Needers of a class on these nodes; empty where all rollout workers there need it."""
+        needers = tuple(w for w in self.net.classes[c].needers if self.net.node_of[w] in nodes)
+        return needers if len(needers) < sum(len(self.net.rollouts_on[v]) for v in nodes) else ()
+
+    def _shares(self, node: int, nbytes: float) -> dict[int, float]:
+        """`nbytes` divided over the node's rollout workers in proportion to their links."""
+        workers = self.net.rollouts_on[node]
+        rates = [self.net.topology.workers[w].bandwidth for w in workers]
+        return {w: nbytes * rate / sum(rates) for w, rate in zip(workers, rates, strict=True)}
+
+    @cached_property
+    def _ingress(self) -> dict[int, float]:
+        """Each rollout worker's share of what its node needs over the network."""
+        return {w: n for v, total in self.net.ingress_bytes.items() for w, n in self._shares(v, total).items()}
+
+    @cached_property
+    def _leave_crumbs(self) -> dict[int, Crumbs]:
+        """What is too little to be cut between trainers."""
+        held = Counter(t for c in self.net.classes for t in c.holders)
+        rate = {t: self.net.topology.workers[t].bandwidth for t in self.net.topology.trainers}
+        return {t: self._crumbs(r * self.flow.seconds, max(1, held[t])) for t, r in rate.items()}
+
+    def _crumbs(self, traffic: float, parts: int) -> Crumbs:
+        """What is too little to be cut from streams that `parts` times make up a worker's `traffic`, in bytes."""
+        whole = int(min(_TINY_BYTES, traffic * _TINY))
+        return Crumbs(alignment=self.alignment, whole_bytes=whole, exact_bytes=traffic * _EXACT / parts)
 
 
 def busiest_link_seconds(net: Network, routes: npt.NDArray[np.void], hops: npt.NDArray[np.void]) -> float:
-    """Seconds the busiest network link takes: any worker's link or any limited node's, in either direction."""
-    topology = net.topology
-    node_of = np.array(net.node_of, dtype=np.int64)
-    sizes = (routes["hi"] - routes["lo"]).astype(np.float64)
-    src = np.concatenate([routes["sender"], hops["src"]])
-    dst = np.concatenate([routes["entry"], hops["dst"]])
-    nbytes = np.concatenate([sizes, sizes[hops["route"]]])
-    away = node_of[src] != node_of[dst]
-    speeds = np.array([w.bandwidth for w in topology.workers])
-    worst = 0.0
-    for end in (src, dst):
-        load = np.bincount(end[away], weights=nbytes[away], minlength=len(speeds))
-        worst = max(worst, float((load / speeds).max()))
-        by_node = np.bincount(node_of, weights=load)
-        worst = max([worst, *(float(by_node[v]) / rate for v, rate in net.caps)])
-    return worst
+    """Seconds the busiest network link takes: any worker's link, limited node's or group's uplink, in either direction."""
+    return float(link_use(net.topology, routes, hops).seconds(routes["hi"] - routes["lo"]).max(initial=0.0))

@@ -1,4 +1,4 @@
-"""Who the workers are, which of them share a node, and how fast their links are."""
+"""Who the workers are, which of them share a node, which nodes a slower uplink, and how fast all these links are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 
 from weightbridge.errors import UsageError
 
-__all__ = ["Role", "Topology", "Worker"]
+__all__ = ["NodeGroup", "Role", "Topology", "Worker"]
 
 
 class Role(str, Enum):
@@ -42,16 +42,39 @@ class Worker:
         object.__setattr__(self, "bandwidth", float(self.bandwidth))  # digests print it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Nodes behind one uplink: a rack, a cluster, a region.
+
+    nodes: their names. bandwidth: bytes per second of the uplink, each direction, which all traffic between these nodes
+    and all others shares; what the nodes say to one another does not touch it.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise UsageError(f"group {self.name!r} has no nodes; name at least one, or leave the group out")
+        if not 0 < self.bandwidth < inf:
+            raise UsageError(f"group {self.name!r}: bandwidth must be positive and finite, got {self.bandwidth}")
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "bandwidth", float(self.bandwidth))  # digests print it
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """workers: trainers and rollouts, in a fixed order that numbers them.
 
     node_bandwidth: (node name, bytes per second each direction) where the node's link is narrower than the sum of its
-    workers' links.
+    workers' links. groups: nodes behind slower uplinks, each node in one group at most; the others hang on the core
+    directly. The core itself is taken to be as fast as all links into it.
     """
 
     workers: tuple[Worker, ...]
     node_bandwidth: tuple[tuple[str, float], ...] = ()
+    groups: tuple[NodeGroup, ...] = ()
 
     def __post_init__(self) -> None:
         names = [w.name for w in self.workers]
@@ -61,6 +84,22 @@ class Topology:
             if not 0 < bandwidth < inf:
                 raise UsageError(f"node {node!r}: bandwidth must be positive and finite, got {bandwidth}")
         object.__setattr__(self, "node_bandwidth", tuple((node, float(rate)) for node, rate in self.node_bandwidth))
+        object.__setattr__(self, "groups", tuple(self.groups))
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        home: dict[str, str] = {}
+        for group in self.groups:
+            if sum(g.name == group.name for g in self.groups) > 1:
+                raise UsageError(f"group names must be unique, got {group.name!r} twice")
+            for node in group.nodes:
+                if node not in self.nodes:
+                    raise UsageError(f"group {group.name!r} names node {node!r}, on which no worker is")
+                if node in home:
+                    raise UsageError(
+                        f"node {node!r} is in group {home[node]!r} and in {group.name!r}; a node is in one"
+                    )
+                home[node] = group.name
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -70,6 +109,11 @@ class Topology:
     def nodes(self) -> tuple[str, ...]:
         """Node names in order of first appearance."""
         return tuple(dict.fromkeys(w.node for w in self.workers))
+
+    @cached_property
+    def group_of(self) -> dict[str, int]:
+        """Position in `groups` of each node that is in one, by node name."""
+        return {node: i for i, group in enumerate(self.groups) for node in group.nodes}
 
     @cached_property
     def trainers(self) -> tuple[int, ...]:

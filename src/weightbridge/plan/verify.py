@@ -3,13 +3,15 @@
 It runs over every plan, cached and received ones too. Where the planner refines boxes into atoms, this file counts: per
 tensor, the atoms are pairwise disjoint; per worker, each atom said to be its lies in its map, and each of its boxes is
 covered by atoms said to be its, element for element. Where
-the planner solves an LP, it checks the multipliers. `verify_ownership.py` and `verify_bounds.py` are parts of this check.
+the planner solves an LP, it checks the multipliers. `verify_ownership.py`, `verify_groups.py` and `verify_bounds.py` are
+parts of this check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from weightbridge.layout.source_map import SourceMap
 from weightbridge.plan.plan import STAGES, Plan
 from weightbridge.plan.topology import Role
 from weightbridge.plan.verify_bounds import check_bounds
+from weightbridge.plan.verify_groups import check_groups
 from weightbridge.plan.verify_ownership import check_ownership, refuse
 
 __all__ = ["PlanFacts", "verify_plan"]
@@ -26,7 +29,7 @@ __all__ = ["PlanFacts", "verify_plan"]
 Int64Array = npt.NDArray[np.int64]
 
 _SEGMENT_BYTES = 64  # a segment begins at a multiple of this in its slot
-_CELLS_AT_ONCE = 1 << 21
+_CELLS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,10 @@ def verify_plan(
     _check_tables(plan, spec, maps)
     _check_atoms(plan, spec)
     check_ownership(plan, spec, maps, exact_numel)
+    _check_routes(plan)
     _check_hops(plan)
     _check_delivery(plan)
+    check_groups(plan)
     _check_rounds(plan, spec)
     facts = _facts(plan)
     check_bounds(plan, facts.rollout_node_ingress_bytes, facts.trainer_egress_bytes)
@@ -143,28 +148,58 @@ def _node_ids(plan: Plan) -> Int64Array:
     return np.array([names[w.node] for w in plan.topology.workers], dtype=np.int64)
 
 
+def _members(groups: Sequence[tuple[int, ...]]) -> tuple[Int64Array, Int64Array]:
+    """(group, member) of all members of all groups, as two arrays."""
+    sizes = np.array([len(g) for g in groups], dtype=np.int64)
+    return np.repeat(np.arange(len(groups)), sizes), np.fromiter(chain.from_iterable(groups), np.int64)
+
+
+def _check_routes(plan: Plan) -> None:
+    """Senders hold, entries are rollouts, and each route carries some bytes of its class."""
+    workers, r = plan.topology.workers, plan.routes
+    class_id, holder = _members([c.holders for c in plan.classes])
+    nbytes = np.array([c.nbytes for c in plan.classes], dtype=np.int64)[r["class_id"]]
+    rollout = np.array([w.role is Role.ROLLOUT for w in workers])
+    lacks = ~np.isin(r["class_id"] * len(workers) + r["sender"], class_id * len(workers) + holder)
+    astray = ~rollout[r["entry"]]
+    outside = (r["lo"] < 0) | (r["lo"] >= r["hi"]) | (r["hi"] > nbytes)
+    bad = np.flatnonzero(lacks | astray | outside)
+    if not len(bad):
+        return
+    i, route = int(bad[0]), {name: int(r[name][bad[0]]) for name in ("class_id", "lo", "hi", "sender", "entry")}
+    if lacks[i]:
+        name = workers[route["sender"]].name
+        refuse(f"route {i}: worker {name!r} sends class {route['class_id']} but does not hold it")
+    if astray[i]:
+        refuse(f"route {i} enters at {workers[route['entry']].name!r}, which is no rollout worker")
+    refuse(
+        f"route {i} carries bytes {route['lo']} to {route['hi']} of class {route['class_id']}, which has {int(nbytes[i])}"
+    )
+
+
 def _check_hops(plan: Plan) -> None:
-    """Senders hold, entries are rollouts, and who passes a route on has it from an earlier stage."""
-    workers, node = plan.topology.workers, _node_ids(plan)
-    has: list[dict[int, int]] = []  # per route: worker -> stage in which it got the bytes
-    for i, r in enumerate(plan.routes.tolist()):
-        class_id, lo, hi, sender, entry = r
-        c = plan.classes[class_id]
-        if sender not in c.holders:
-            refuse(f"route {i}: worker {workers[sender].name!r} sends class {class_id} but does not hold it")
-        if workers[entry].role is not Role.ROLLOUT:
-            refuse(f"route {i} enters at {workers[entry].name!r}, which is no rollout worker")
-        if not 0 <= lo < hi <= c.nbytes:
-            refuse(f"route {i} carries bytes {lo} to {hi} of class {class_id}, which has {c.nbytes}")
-        has.append({entry: 0})
-    for i, (route, stage, src, dst) in sorted(enumerate(plan.hops.tolist()), key=lambda hop: hop[1][1]):
-        if stage < 1 or has[route].get(src, stage) >= stage:
-            refuse(f"hop {i}: worker {workers[src].name!r} passes route {route} on in stage {stage} before it has it")
-        if workers[dst].role is not Role.ROLLOUT or dst in has[route] or node[src] == node[dst]:
-            refuse(
-                f"hop {i}: worker {workers[dst].name!r} gets route {route} twice, on the sender's node, or is no rollout worker"
-            )
-        has[route][dst] = stage
+    """Who passes a route on has it from an earlier stage, to a rollout worker of another node that does not have it yet."""
+    workers, node, r, h = plan.topology.workers, _node_ids(plan), plan.routes, plan.hops
+    rollout = np.array([w.role is Role.ROLLOUT for w in workers])
+    # who gets which route in which stage: the entries, then the hops; the first time counts, the second is an error
+    receipt = np.concatenate([np.arange(len(r)) * len(workers) + r["entry"], h["route"] * len(workers) + h["dst"]])
+    stage = np.concatenate([np.zeros(len(r), dtype=np.int64), h["stage"]])
+    order = np.lexsort((np.arange(len(receipt)), stage, receipt))
+    again = np.zeros(len(receipt), dtype=bool)
+    again[order[1:]] = receipt[order[1:]] == receipt[order[:-1]]
+    known = order[~again[order]]
+    source = h["route"] * len(workers) + h["src"]
+    at = np.minimum(np.searchsorted(receipt[known], source), max(0, len(known) - 1))
+    early = (receipt[known][at] != source) | (stage[known][at] >= h["stage"])
+    twice = ~rollout[h["dst"]] | again[len(r) :] | (node[h["src"]] == node[h["dst"]])
+    bad = np.flatnonzero(early | twice)
+    if not len(bad):
+        return
+    i = int(bad[np.argmin(h["stage"][bad])])  # of the earliest stage the first: what comes after it follows from it
+    src, dst = workers[int(h["src"][i])].name, workers[int(h["dst"][i])].name
+    if early[i]:
+        refuse(f"hop {i}: worker {src!r} passes route {h['route'][i]} on in stage {h['stage'][i]} before it has it")
+    refuse(f"hop {i}: worker {dst!r} gets route {h['route'][i]} twice, on the sender's node, or is no rollout worker")
 
 
 def _check_delivery(plan: Plan) -> None:
@@ -172,49 +207,71 @@ def _check_delivery(plan: Plan) -> None:
     network; nobody else gets any; and each byte that must leave the trainers' nodes leaves them once."""
     node, names = _node_ids(plan), plan.topology.nodes
     r, h = plan.routes, plan.hops
+    nbytes = np.array([c.nbytes for c in plan.classes], dtype=np.int64)
+    need, own = _needs(plan)
     local = node[r["sender"]] == node[r["entry"]]
-    into = np.concatenate([node[r["entry"]], node[h["dst"]]])
     route = np.concatenate([np.arange(len(r)), h["route"]])
+    into = r["class_id"][route] * len(names) + np.concatenate([node[r["entry"]], node[h["dst"]]])
+    extra = into[~np.isin(into, need)]
+    if len(extra):
+        i, v = divmod(int(extra.min()), len(names))
+        refuse(f"node {names[v]!r} gets bytes of class {i}, which nobody there needs")
     by_network = np.concatenate([~local, np.ones(len(h), dtype=bool)])
-    class_of = r["class_id"][route]
-    for i, c in enumerate(plan.classes):
-        need = {int(node[w]) for w in c.needers}
-        own = need & {int(node[w]) for w in c.holders}
-        mine = class_of == i
-        extra = set(into[mine].tolist()) - need
-        if extra:
-            refuse(f"node {names[min(extra)]!r} gets bytes of class {i}, which nobody there needs")
-        for v in sorted(need):
-            here = mine & (into == v)
-            if (by_network[here] == (v in own)).any():
-                refuse(
-                    f"node {names[v]!r} gets class {i} {'over the network though it holds it' if v in own else 'locally'}"
-                )
-            _check_tiling(r, route[here], c.nbytes, f"class {i} into node {names[v]!r}")
-        if need - own:
-            _check_tiling(r, np.flatnonzero((r["class_id"] == i) & ~local), c.nbytes, f"class {i} out of the trainers")
-
-
-def _check_tiling(routes: npt.NDArray[np.void], ids: Int64Array, nbytes: int, what: str) -> None:
-    order = ids[np.argsort(routes["lo"][ids], kind="stable")]
-    lo, hi = routes["lo"][order], routes["hi"][order]
-    edges = np.concatenate([[0], hi]), np.concatenate([lo, [nbytes]])
-    wrong = np.flatnonzero(edges[0] != edges[1])
+    wrong = into[by_network == np.isin(into, own)]
     if len(wrong):
-        end, begin = int(edges[0][wrong[0]]), int(edges[1][wrong[0]])
-        kind = "are missing" if end < begin else "come twice"
-        refuse(f"bytes {min(end, begin)} to {max(end, begin)} of {what} {kind}")
+        i, v = divmod(int(wrong.min()), len(names))
+        how = "over the network though it holds it" if int(wrong.min()) in own else "locally"
+        refuse(f"node {names[v]!r} gets class {i} {how}")
+    gap = _first_gap(np.searchsorted(need, into), r["lo"][route], r["hi"][route], nbytes[need // len(names)])
+    if gap is not None:
+        i, v = divmod(int(need[gap[0]]), len(names))
+        refuse(f"{gap[1]} of class {i} into node {names[v]!r} {gap[2]}")
+    leaving = np.unique(need[~np.isin(need, own)] // len(names))
+    out = np.flatnonzero(~local & np.isin(r["class_id"], leaving))
+    gap = _first_gap(np.searchsorted(leaving, r["class_id"][out]), r["lo"][out], r["hi"][out], nbytes[leaving])
+    if gap is not None:
+        refuse(f"{gap[1]} of class {int(leaving[gap[0]])} out of the trainers {gap[2]}")
+
+
+def _needs(plan: Plan) -> tuple[Int64Array, Int64Array]:
+    """Sorted class * num_nodes + node: where somebody on the node needs the class; and those where a trainer there holds it."""
+    node, num_nodes = _node_ids(plan), len(plan.topology.nodes)
+    class_id, needer = _members([c.needers for c in plan.classes])
+    need = np.unique(class_id * num_nodes + node[needer])
+    class_id, holder = _members([c.holders for c in plan.classes])
+    return need, np.intersect1d(need, class_id * num_nodes + node[holder])
+
+
+def _first_gap(group: Int64Array, lo: Int64Array, hi: Int64Array, nbytes: Int64Array) -> tuple[int, str, str] | None:
+    """None where the pieces [lo, hi) of each group tile [0, nbytes) of that group; else (group, which bytes, what is wrong).
+
+    group, lo, hi: [n]. nbytes: [num_groups]; a group without pieces is a gap.
+    """
+    ends = np.arange(len(nbytes))
+    group, lo, hi = np.concatenate([group, ends]), np.concatenate([lo, nbytes]), np.concatenate([hi, nbytes])
+    order = np.lexsort((np.arange(len(group)), lo, group))  # the added piece, of no bytes, is the last of its group
+    group, lo, hi = group[order], lo[order], hi[order]
+    reached = np.zeros(len(group), dtype=np.int64)
+    reached[1:] = np.where(group[1:] == group[:-1], hi[:-1], 0)
+    wrong = np.flatnonzero(reached != lo)
+    if not len(wrong):
+        return None
+    end, begin = int(reached[wrong[0]]), int(lo[wrong[0]])
+    what = f"bytes {min(end, begin)} to {max(end, begin)}"
+    return int(group[wrong[0]]), what, "are missing" if end < begin else "come twice"
 
 
 def _check_rounds(plan: Plan, spec: CheckpointSpec) -> None:
     """Every cut of every round is aligned and between elements, and no slot exceeds the budget."""
+    if plan.unit_bytes < 1 or plan.unit_bytes % plan.alignment:
+        refuse(f"unit_bytes is {plan.unit_bytes}; expected a positive multiple of the alignment {plan.alignment}")
     r, h, a = plan.routes, plan.hops, plan.atoms
     itemsize = np.array([t.dtype.itemsize for t in spec.tensors], dtype=np.int64)[a.tensor]
     nbytes = np.array([c.nbytes for c in plan.classes], dtype=np.int64)
     base = np.cumsum(nbytes) - nbytes
     position = base[a.class_id] + a.stream_offset
     workers = len(plan.topology.workers)
-    chunk = max(1, _CELLS_AT_ONCE // max(1, len(r)))
+    chunk = max(1, _CELLS_AT_ONCE // max(1, len(r), len(h)))
     for first in range(0, plan.rounds, chunk):
         stop = min(first + chunk, plan.rounds)
         cuts = plan.cuts(range(first, stop + 1))
@@ -230,11 +287,11 @@ def _check_rounds(plan: Plan, spec: CheckpointSpec) -> None:
             refuse("a stream is cut off alignment or inside an element")
         parts = np.diff(cuts, axis=0)
         parts = -(-parts // _SEGMENT_BYTES) * _SEGMENT_BYTES
-        for slot, who, size in (
-            ("send", r["sender"], parts),
-            ("receive", r["entry"], parts),
-            ("exchange", h["dst"], parts[:, h["route"]]),
-        ):
+        writes = [("send", r["sender"], parts), (STAGES[0], r["entry"], parts)]
+        for stage in range(1, len(STAGES)):
+            hops = h[h["stage"] == stage]
+            writes.append((STAGES[stage], hops["dst"], parts[:, hops["route"]]))
+        for slot, who, size in writes:
             cell = np.arange(stop - first)[:, None] * workers + who
             load = np.bincount(cell.reshape(-1), weights=size.reshape(-1), minlength=(stop - first) * workers)
             if load.max() > plan.slot_bytes:
@@ -246,27 +303,31 @@ def _check_rounds(plan: Plan, spec: CheckpointSpec) -> None:
 
 
 def _facts(plan: Plan) -> PlanFacts:
-    node, names = _node_ids(plan), plan.topology.nodes
+    node, names, workers = _node_ids(plan), plan.topology.nodes, plan.topology.workers
     r, h = plan.routes, plan.hops
     size = r["hi"] - r["lo"]
     away = node[r["sender"]] != node[r["entry"]]
-    egress = {plan.topology.workers[t].name: int(size[away & (r["sender"] == t)].sum()) for t in plan.topology.trainers}
-    ingress, needed = {}, {}
-    for v in sorted({int(node[w]) for w in plan.topology.rollouts}):
-        hops = size[h["route"][node[h["dst"]] == v]].sum()
-        ingress[names[v]] = int(size[away & (node[r["entry"]] == v)].sum() + hops)
-        needed[names[v]] = sum(c.nbytes for c in plan.classes if any(node[w] == v for w in c.needers))
-    pairs = {
-        *zip(r["sender"].tolist(), r["entry"].tolist(), strict=True),
-        *zip(h["src"].tolist(), h["dst"].tolist(), strict=True),
-    }
-    senders = [src for src, _ in pairs]
-    return PlanFacts(
-        model_bytes=sum(c.nbytes for c in plan.classes),
-        trainer_egress_bytes=sum(egress.values()),
-        trainer_egress_per_worker=egress,
-        rollout_node_ingress_bytes=ingress,
-        needed_bytes=needed,
-        num_pairs=len(pairs),
-        max_out_pairs=max((senders.count(s) for s in set(senders)), default=0),
+    egress = _sums(r["sender"][away], size[away], len(workers))
+    ingress = _sums(node[r["entry"][away]], size[away], len(names)) + _sums(
+        node[h["dst"]], size[h["route"]], len(names)
     )
+    need, _ = _needs(plan)
+    nbytes = np.array([c.nbytes for c in plan.classes], dtype=np.int64)
+    needed = _sums(need % len(names), nbytes[need // len(names)], len(names))
+    pairs = np.unique(np.concatenate([r["sender"], h["src"]]) * len(workers) + np.concatenate([r["entry"], h["dst"]]))
+    homes = sorted({int(node[w]) for w in plan.topology.rollouts})
+    return PlanFacts(
+        model_bytes=int(nbytes.sum()),
+        trainer_egress_bytes=int(egress.sum()),
+        trainer_egress_per_worker={workers[t].name: int(egress[t]) for t in plan.topology.trainers},
+        rollout_node_ingress_bytes={names[v]: int(ingress[v]) for v in homes},
+        needed_bytes={names[v]: int(needed[v]) for v in homes},
+        num_pairs=len(pairs),
+        max_out_pairs=int(np.bincount(pairs // len(workers)).max(initial=0)),
+    )
+
+
+def _sums(group: Int64Array, values: Int64Array, num_groups: int) -> Int64Array:
+    found = np.zeros(num_groups, dtype=np.int64)
+    np.add.at(found, group, values)
+    return found

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from weightbridge.errors import PlanError, UsageError
 from weightbridge.plan.plan import HOP, ROUTE, AtomTable, Bounds, Plan, ReplicaClass
-from weightbridge.plan.topology import Role, Topology, Worker
+from weightbridge.plan.topology import NodeGroup, Role, Topology, Worker
 
 __all__ = ["MAX_PLAN_BYTES", "decode_plan", "encode_plan"]
 
@@ -30,6 +30,12 @@ class _Worker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     node: str
     rank: int
     engine: str
+    bandwidth: float
+
+
+class _Group(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    name: str
+    nodes: tuple[str, ...]
     bandwidth: float
 
 
@@ -57,9 +63,11 @@ class _Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hops: _Array
     rounds: int
     alignment: int
+    unit_bytes: int
     slot_bytes: int
     bounds: tuple[float, float, float]
     dual: tuple[float, ...]
+    groups: tuple[_Group, ...] = ()
 
 
 def _pack(array: npt.NDArray[np.generic]) -> _Array:
@@ -81,7 +89,8 @@ def _topology(m: _Plan) -> Topology:
             Worker(name=w.name, role=w.role, node=w.node, rank=w.rank, engine=w.engine, bandwidth=w.bandwidth)
             for w in m.workers
         )
-        return Topology(workers=workers, node_bandwidth=m.node_bandwidth)
+        groups = tuple(NodeGroup(name=g.name, nodes=g.nodes, bandwidth=g.bandwidth) for g in m.groups)
+        return Topology(workers=workers, node_bandwidth=m.node_bandwidth, groups=groups)
     except UsageError as error:
         raise PlanError(f"the plan's topology makes no sense: {error}") from error
 
@@ -101,8 +110,9 @@ def encode_plan(plan: Plan) -> bytes:
             class_id=_pack(a.class_id), stream_offset=_pack(a.stream_offset),
             classes=tuple(_Class(c.holders, c.needers, c.nbytes) for c in plan.classes),
             routes=_pack(plan.routes), hops=_pack(plan.hops),
-            rounds=plan.rounds, alignment=plan.alignment, slot_bytes=plan.slot_bytes,
+            rounds=plan.rounds, alignment=plan.alignment, unit_bytes=plan.unit_bytes, slot_bytes=plan.slot_bytes,
             bounds=(b.t_min_seconds, b.link_bound_seconds, b.busiest_link_seconds), dual=b.dual,
+            groups=tuple(_Group(g.name, g.nodes, g.bandwidth) for g in plan.topology.groups),
         )
     )  # fmt: skip
 
@@ -127,9 +137,9 @@ def decode_plan(data: bytes, *, max_bytes: int = MAX_PLAN_BYTES) -> Plan:
         for name in ("tensor", "start", "step", "count", "class_id", "stream_offset")
     }
     rows = {len(column) for column in columns.values()}
-    if len(rows) != 1 or m.rounds < 1 or m.alignment < 1 or m.slot_bytes < 1:
+    if len(rows) != 1 or min(m.rounds, m.alignment, m.unit_bytes, m.slot_bytes) < 1:
         raise PlanError(
-            "the plan's atom columns differ in length, or its rounds, alignment or slot size is not positive"
+            "the plan's atom columns differ in length, or its rounds, alignment, unit or slot size is not positive"
         )
     t_min, link_bound, busiest = m.bounds
     plan = Plan(
@@ -142,6 +152,7 @@ def decode_plan(data: bytes, *, max_bytes: int = MAX_PLAN_BYTES) -> Plan:
         hops=_unpack("hops", m.hops, HOP, 1).copy(),
         rounds=m.rounds,
         alignment=m.alignment,
+        unit_bytes=m.unit_bytes,
         slot_bytes=m.slot_bytes,
         bounds=Bounds(t_min_seconds=t_min, link_bound_seconds=link_bound, busiest_link_seconds=busiest, dual=m.dual),
     )

@@ -1,344 +1,429 @@
-"""What the descriptors of a program move, checked against plan, spec and source map by counting and by points.
+"""What the descriptors of a program move, proven against plan, spec and source map on their axes.
 
-Shares nothing with the lowering: coverage is counted in memory, one live tensor or slot at a time, and truth is asked
-point by point (which checkpoint element is this byte of the stream, and does the map put it at this live element?).
+A descriptor passes when it is one dense interval of one segment on the slot's side, lies in one atom, and its live
+addresses are those of one place of that atom. Both sides are affine on its axes as long as no axis carries from one digit
+of the atom into the next, so the first element, the strides and the absence of carries prove every element. The intervals
+are then sorted: on a trainer they must tile the outgoing segments, on a rollout each needed atom at each of its places.
+Cost grows with the number of descriptors, never with bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from weightbridge.checkpoint.spec import CheckpointSpec
 from weightbridge.errors import InternalError
-from weightbridge.layout.boxes import BoxTable, expand
 from weightbridge.layout.source_map import SourceMap
-from weightbridge.plan.plan import STAGES, Plan
-from weightbridge.plan.topology import Role
-from weightbridge.program.program import MAX_AXES, Op, Round, WorkerProgram
+from weightbridge.plan.plan import STAGES
+from weightbridge.program.program import DESCRIPTOR, MAX_AXES, Op, WorkerProgram
+from weightbridge.program.verify_places import Places
+from weightbridge.program.verify_points import Moves, first_wrong_point
+from weightbridge.program.verify_tables import AtomIndex, PlanTables, joined
 
-__all__ = ["check_contents"]
+__all__ = ["Proven", "Segments", "check_contents", "segments_of"]
 
 Int64Array = npt.NDArray[np.int64]
-_POINTS = 1 << 19  # points looked at together
-_PAIRS = 1 << 21  # point-box pairs looked at together
-_NUM_INNER = 8  # points inside each descriptor besides its corners
-_TARGET_SIZE = np.array(
-    [0, 2, 4, 2, 4, 2, 2, 4, 8, 2, 8, 2, 8], dtype=np.int64
-)  # bytes of an element after each Op; a copy keeps its size
+
+_MOST_ELEMENTS = 1 << 50  # of one descriptor; far above any slot, far below where products of integers wrap around
+_POINTS_IN_DOUBT = 1 << 20  # elements of a descriptor that is looked at one by one where its axes prove nothing
+_TARGET_SIZE = np.array([0, 2, 4, 2, 4, 2, 2, 4, 8, 2, 8, 2, 8], dtype=np.int64)
+"""Bytes of an element after each Op; a copy keeps its size."""
 
 
-def check_contents(
-    program: WorkerProgram, plan: Plan, spec: CheckpointSpec, source_map: SourceMap, *, exhaustive: bool
-) -> None:
-    """Raise InternalError unless pack and assemble tables move exactly the right elements. See `verify_program`."""
-    name = plan.topology.workers[program.worker].name
-    trainer = plan.topology.workers[program.worker].role is Role.TRAINER
-    truth = _Truth(plan=plan, spec=spec, source_map=source_map)
-    written = [np.zeros(t.span_numel, dtype=np.uint8) for t in source_map.live] if not trainer else []
-    for k, round_ in enumerate(program.rounds):
-        where = f"program of {name!r}, round {k}"
-        table = round_.pack if trainer else round_.assemble.table
-        if len(round_.assemble.table if trainer else round_.pack):
-            raise InternalError(f"{where}: a trainer packs and a rollout assembles, nothing else")
-        if not len(table) and not round_.posts:
-            continue
-        slots = [(program.worker, -1)] if trainer else [(w, STAGES.index(s)) for w, s in round_.assemble.sources]
-        _check_bounds(table, source_map, truth.used_bytes(slots, k), where, to_live=not trainer)
-        for rows, slot, live in _points(table, to_live=not trainer, exhaustive=exhaustive):
-            truth.check(table[rows], slots, k, slot, live, where, to_live=not trainer)
-        if trainer:
-            _check_packed(program, round_, table, where)
-        else:
-            _count_live(written, table, source_map)
-    if not trainer:
-        _check_written(written, spec, source_map, name)
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Where a worker's descriptors may touch slots: the segments that hold bytes it sends or needs, sorted by key.
+
+    slots: (worker, stage) pairs; a slot's number is its position. key: [n] round, slot and offset in one integer, whose
+    lowest `shift` bits are the offset. stream: [n] global stream byte of its first byte. nbytes: [n]. begin: [n] bytes of
+    all segments before it.
+    """
+
+    slots: tuple[tuple[int, str], ...]
+    shift: int
+    key: Int64Array
+    stream: Int64Array
+    nbytes: Int64Array
+    begin: Int64Array
+
+    def round_of(self, i: int) -> int:
+        return (int(self.key[i]) >> self.shift) // len(self.slots)
+
+    def slot_of(self, i: int) -> tuple[int, str]:
+        return self.slots[(int(self.key[i]) >> self.shift) % len(self.slots)]
 
 
-# --- bounds and coverage ----------------------------------------------------------------------------------------------
+def segments_of(tables: PlanTables, index: AtomIndex, worker: int) -> Segments:
+    """A trainer's outgoing segments, or all segments on a rollout's node that it needs."""
+    h = tables.holdings
+    if tables.trainer[worker]:
+        mine = np.arange(len(h.route))[h.of(worker)]
+        slots: tuple[tuple[int, str], ...] = ((worker, "send"),)
+        slot = np.zeros(len(mine), dtype=np.int64)
+    else:
+        near = tables.neighbours(worker)
+        slots = tuple((n, stage) for n in near for stage in STAGES)
+        mine = np.concatenate([np.arange(len(h.route))[h.of(n)] for n in near])
+        mine = mine[tables.needs[tables.route_class[h.route[mine]], worker]]
+        slot = np.searchsorted(near, h.worker[mine]) * len(STAGES) + h.stage[mine]
+    round_, nth = np.nonzero(tables.full[h.route[mine]].T)
+    holding, route = mine[nth], h.route[mine[nth]]
+    lo = tables.cuts[route, round_]
+    nbytes, offset = tables.cuts[route, round_ + 1] - lo, h.offset[holding, round_].astype(np.int64)
+    shift = int((offset + nbytes).max(initial=0)).bit_length()
+    return Segments(
+        slots=slots, shift=shift, key=((round_ * len(slots) + slot[nth]) << shift) + offset,
+        stream=index.class_base[tables.route_class[route]] + lo, nbytes=nbytes, begin=np.cumsum(nbytes) - nbytes,
+    )  # fmt: skip
 
 
-def _sides(table: npt.NDArray[np.void], *, to_live: bool) -> tuple[tuple[str, Int64Array], tuple[str, Int64Array]]:
-    """((slot's side, its item sizes), (live side, its item sizes)); a cast may change the size."""
-    size = table["itemsize"].astype(np.int64)
-    target = np.where(table["op"] == Op.COPY, size, _TARGET_SIZE[np.clip(table["op"], 0, len(_TARGET_SIZE) - 1)])
-    return (("src", size), ("dst", target)) if to_live else (("dst", target), ("src", size))
+@dataclass(frozen=True, kw_only=True)
+class Proven:
+    """The live side of a table that has passed, for workers of equal map. stream: [n] ascending. rows: [n] without slots."""
 
-
-def _check_bounds(
-    table: npt.NDArray[np.void], source_map: SourceMap, used_bytes: list[int], where: str, *, to_live: bool
-) -> None:
-    if not len(table):
-        return
-    if (table["count"] < 1).any():
-        raise InternalError(f"{where}: a descriptor has a count below 1")
-    live_bytes = [t.span_numel * t.dtype.itemsize for t in source_map.live]
-    for (side, size), sizes, what in zip(
-        _sides(table, to_live=to_live), (used_bytes, live_bytes), ("slot", "live tensor"), strict=True
-    ):
-        buffer = table[f"{side}_buffer"]
-        if int(buffer.min()) < 0 or int(buffer.max()) >= len(sizes):
-            raise InternalError(f"{where}: a descriptor names {what} {int(buffer.max())} of {len(sizes)}")
-        reach = (table["count"] - 1) * table[f"{side}_stride"]
-        low = table[f"{side}_offset"] + np.minimum(reach, 0).sum(axis=1)
-        high = table[f"{side}_offset"] + np.maximum(reach, 0).sum(axis=1) + size
-        capacity = np.array(sizes, dtype=np.int64)[buffer]
-        bad = (low < 0) | (high > capacity)
-        if bad.any():
-            i = int(np.argmax(bad))
-            raise InternalError(
-                f"{where}: descriptor {i} touches bytes [{low[i]}, {high[i]}) of {what} {buffer[i]}, which has {capacity[i]}"
-            )
-
-
-def _strided(memory: npt.NDArray[np.uint8], offset: int, count: list[int], stride: list[int]) -> npt.NDArray[np.uint8]:
-    view: npt.NDArray[np.uint8] = np.ndarray(count, dtype=np.uint8, buffer=memory, offset=offset, strides=stride)
-    return view
-
-
-def _check_packed(program: WorkerProgram, round_: Round, table: npt.NDArray[np.void], where: str) -> None:
-    """Each byte of the outgoing segments is packed exactly once, and no other byte of the slot."""
-    packed = np.zeros(program.slot("send").capacity_bytes, dtype=np.uint8)
-    wanted = np.zeros_like(packed)
-    for post in round_.posts:
-        for segment in post.segments:
-            at = int(segment["local_offset"])
-            wanted[at : at + int(segment["capacity_bytes"])] += 1
-    (_, size), _ = _sides(table, to_live=False)
-    moved = int((table["count"].prod(axis=1) * size).sum())
-    for row, itemsize in zip(table, size.tolist(), strict=True):
-        count, stride = row["count"].tolist(), row["dst_stride"].tolist()
-        if stride[-1] == itemsize or count[-1] == 1:
-            count[-1], stride[-1] = count[-1] * itemsize, 1
-        else:
-            count, stride = [*count, itemsize], [*stride, 1]
-        _strided(packed, int(row["dst_offset"]), count, stride)[...] += 1
-    if moved != int(wanted.sum()) or (packed != wanted).any() or wanted.max(initial=0) > 1:
-        at = int(np.argmax(packed != wanted))
-        raise InternalError(
-            f"{where}: {moved} bytes are packed for segments of {int(wanted.sum())}; byte {at} of the send slot is packed "
-            f"{packed[at] if len(packed) else 0} times"
-        )
-
-
-def _count_live(written: list[npt.NDArray[np.uint8]], table: npt.NDArray[np.void], source_map: SourceMap) -> None:
-    for row in table:
-        live = int(row["dst_buffer"])
-        size = source_map.live[live].dtype.itemsize
-        if int(row["dst_offset"]) % size or any(s % size for s in row["dst_stride"].tolist()):
-            raise InternalError(
-                f"a descriptor writes between the elements of live tensor {source_map.live[live].name!r}"
-            )
-        view = _strided(
-            written[live], int(row["dst_offset"]) // size, row["count"].tolist(), (row["dst_stride"] // size).tolist()
-        )
-        before = int(view.max())
-        view[...] += 1
-        if before or int(view.max()) > 1:  # an overlap within the row adds once, an overlap between rows shows here
-            raise InternalError(f"an element of live tensor {source_map.live[live].name!r} is assembled twice")
-
-
-def _check_written(
-    written: list[npt.NDArray[np.uint8]], spec: CheckpointSpec, source_map: SourceMap, name: str
-) -> None:
-    """Exactly the elements that the map's copies fill have been written; constants of the spec never travel."""
-    copies = source_map.copies
-    constant = np.array([t.name in spec.constants for t in spec.tensors], dtype=bool)
-    num_wanted = np.zeros(len(source_map.live), dtype=np.int64)
-    for i in np.flatnonzero(~constant[copies.tensor]).tolist():
-        live = int(copies.live[i])
-        num_wanted[live] += int(copies.numel[i])
-        view = _strided(
-            written[live], int(copies.live_start[i]), copies.count[i].tolist(), copies.live_stride[i].tolist()
-        )
-        view |= 2
-    for live, marks in enumerate(written):
-        bad = (marks != 0) & (marks != 3)
-        if bad.any() or int((marks == 3).sum()) != num_wanted[live]:
-            at = int(np.argmax(bad))
-            state = "assembled but not in the source map" if marks[at] == 1 else "never assembled"
-            raise InternalError(
-                f"program of {name!r}: element {at} of live tensor {source_map.live[live].name!r} is {state}"
-            )
-
-
-# --- truth, point by point --------------------------------------------------------------------------------------------
-
-
-def _points(
-    table: npt.NDArray[np.void], *, to_live: bool, exhaustive: bool
-) -> Iterator[tuple[Int64Array, Int64Array, Int64Array]]:
-    """(row, slot byte, live byte) of points of each descriptor: corners and some inner ones, or all of them."""
-    (slot, _), (live, _) = _sides(table, to_live=to_live)
-    corners = (np.arange(1 << MAX_AXES)[:, None] >> np.arange(MAX_AXES)) & 1  # [64, MAX_AXES]
-    inner = np.random.default_rng(0).random((_NUM_INNER, MAX_AXES))
-    numel = table["count"].prod(axis=1) if exhaustive else np.full(len(table), 1 << MAX_AXES)
-    begin = 0
-    while begin < len(table):
-        num_before = np.cumsum(numel[begin:]) - numel[begin:]
-        stop = begin + int(np.searchsorted(num_before, _POINTS, side="left"))
-        count = table["count"][begin:stop]
-        if exhaustive:
-            rows = np.repeat(np.arange(stop - begin), numel[begin:stop])
-            rest = np.arange(len(rows)) - num_before[rows]
-            index = np.empty((len(rows), MAX_AXES), dtype=np.int64)
-            for axis in range(MAX_AXES - 1, -1, -1):
-                rest, index[:, axis] = np.divmod(rest, count[rows, axis])
-        else:
-            used = ~((corners[None] == 1) & (count[:, None] == 1)).any(axis=2)  # one point per distinct corner
-            rows, corner = np.nonzero(used)
-            more = (inner[None] * count[:, None]).astype(np.int64).reshape(-1, MAX_AXES)
-            index = np.concatenate([corners[corner] * (count[rows] - 1), more])
-            rows = np.concatenate([rows, np.repeat(np.arange(stop - begin), _NUM_INNER)])
-        rows += begin
-        at = [table[f"{s}_offset"][rows] + (index * table[f"{s}_stride"][rows]).sum(axis=1) for s in (slot, live)]
-        yield rows, at[0], at[1]
-        begin = stop
+    stream: Int64Array
+    rows: npt.NDArray[np.void]
 
 
 @dataclass(kw_only=True)
-class _Truth:
-    """Answers which checkpoint element a slot byte holds, and whether the map puts that element at a live byte.
+class _Rows:
+    """All descriptors of a program, [n]. round: [n]. first: [rounds] where those of each round begin."""
 
-    cuts: [2, num_routes] where the parts of round `cut_round` begin and end.
+    name: str
+    table: npt.NDArray[np.void]
+    round: Int64Array
+    first: Int64Array
+    to_live: bool
+
+    @property
+    def slot_side(self) -> str:
+        return "src" if self.to_live else "dst"
+
+    @property
+    def live_side(self) -> str:
+        return "dst" if self.to_live else "src"
+
+    def refuse(self, row: int, what: str) -> NoReturn:
+        k = int(self.round[row])
+        raise InternalError(f"program of {self.name!r}, round {k}: descriptor {row - int(self.first[k])} {what}")
+
+
+def check_contents(
+    program: WorkerProgram, tables: PlanTables, index: AtomIndex, segments: Segments, places: Places,
+    spec: CheckpointSpec, source_map: SourceMap, *, proven: Proven | None, exhaustive: bool,
+) -> tuple[int, int, Proven | None]:  # fmt: skip
+    """Raise InternalError unless pack and assemble tables move exactly the right elements.
+
+    proven: of another worker with the same places; where its live side is the same, only the slot side is new. Returns
+    the number of descriptors, the bytes they move on the slot's side, and what may be passed as `proven` to others.
     """
+    rows = _collect(program, tables)
+    if not len(rows.table) and not len(segments.key):
+        return 0, 0, None
+    numel, nbytes = _check_sizes(rows)
+    segment, at = _locate(rows, program, segments, nbytes)
+    stream = segments.stream[segment] + at
+    moved = int(nbytes.sum())
+    if not exhaustive and proven is not None and _same_live(rows, stream, proven):
+        return len(stream), moved, proven
+    _check_dense(rows)
+    atom, element = _atoms_at(rows, index, stream, nbytes, segments, segment)
+    place = _check_live(rows, places, index, spec, source_map, atom, element, numel)
+    if exhaustive:
+        _check_points(rows, places, index, spec, source_map, atom, element, place, np.arange(len(stream)))
+    if not rows.to_live:
+        _check_tiling(rows, segments.begin[segment] + at, nbytes, segments.begin, segments.nbytes, segments, None)
+        return len(stream), moved, None
+    size = (index.end - index.begin)[places.atom]
+    begin = np.cumsum(size) - size
+    position = begin[place] + stream - index.begin[atom]
+    _check_tiling(rows, position, nbytes, begin, size, segments, index.begin[places.atom])
+    order = _live_order(rows, stream)
+    return len(stream), moved, Proven(stream=stream[order], rows=_without_slots(rows.table[order]))
 
-    plan: Plan
-    spec: CheckpointSpec
-    source_map: SourceMap
-    cut_round: int = -1
-    cuts: Int64Array = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
 
-    @cached_property
-    def boxes(self) -> BoxTable:
-        """The map's boxes, sorted by (tensor, live)."""
-        boxes = expand(self.source_map, self.spec)
-        order = np.argsort(boxes.tensor * len(self.source_map.live) + boxes.live, kind="stable")
-        columns = ("tensor", "live", "start", "step", "count", "live_start", "live_stride")
-        return BoxTable(**{c: getattr(boxes, c)[order] for c in columns})
-
-    @cached_property
-    def tensor_itemsize(self) -> Int64Array:
-        return np.array([t.dtype.itemsize for t in self.spec.tensors], dtype=np.int64)
-
-    def segments(self, slot: tuple[int, int], k: int) -> Int64Array:
-        """[m, 3] (slot byte, class, first stream byte) and a last row (end, -1, 0) of a slot's content in round k."""
-        worker, stage = slot
-        plan = self.plan
-        if stage < 0:
-            routes = np.flatnonzero(plan.routes["sender"] == worker)
-        else:
-            routes = plan.hops["route"][(plan.hops["dst"] == worker) & (plan.hops["stage"] == stage)]
-            if stage == 0:
-                routes = np.concatenate([routes, np.flatnonzero(plan.routes["entry"] == worker)])
-        rows: list[tuple[int, int, int]] = []
-        at = 0
-        if self.cut_round != k:
-            self.cut_round, self.cuts = k, plan.cuts(range(k, k + 2))
-        for route in sorted(routes.tolist()):
-            lo, hi = self.cuts[:, route].tolist()
-            if hi > lo:
-                rows.append((at, int(plan.routes["class_id"][route]), lo))
-                at += (hi - lo + 63) // 64 * 64
-        return np.array([*rows, (at, -1, 0)], dtype=np.int64)
-
-    def used_bytes(self, slots: list[tuple[int, int]], k: int) -> list[int]:
-        return [int(self.segments(s, k)[-1, 0]) for s in slots]
-
-    def check(
-        self, table: npt.NDArray[np.void], slots: list[tuple[int, int]], k: int, slot_at: Int64Array, live_at: Int64Array,
-        where: str, *, to_live: bool,
-    ) -> None:  # fmt: skip
-        """table: [n] the descriptor of each point. slot_at, live_at: [n] bytes. Raises InternalError at the first lie."""
-        (slot_side, _), (live_side, _) = _sides(table, to_live=to_live)
-        buffer = table[f"{slot_side}_buffer"]
-        tensor = np.full(len(table), -1, dtype=np.int64)
-        coordinate = np.zeros((len(table), self.plan.atoms.count.shape[1]), dtype=np.int64)
-        for b, slot in enumerate(slots):
-            mine = np.flatnonzero(buffer == b)
-            if len(mine):
-                tensor[mine], coordinate[mine] = self._element(self.segments(slot, k), slot_at[mine], where)
-        live = table[f"{live_side}_buffer"].astype(np.int64)
-        self._check_ops(table, tensor, live, where, to_live=to_live)
-        itemsize = np.array([t.dtype.itemsize for t in self.source_map.live], dtype=np.int64)[live]
-        good = (live_at % itemsize == 0) & self._is_at(tensor, coordinate, live, live_at // itemsize)
-        if not good.all():
-            i = int(np.argmin(good))
-            name, target = self.spec.tensors[int(tensor[i])].name, self.source_map.live[int(live[i])].name
+def _collect(program: WorkerProgram, tables: PlanTables) -> _Rows:
+    trainer, name = bool(tables.trainer[program.worker]), tables.name(program.worker)
+    used = [r.pack if trainer else r.assemble.table for r in program.rounds]
+    for k, r in enumerate(program.rounds):
+        if len(r.assemble.table if trainer else r.pack):
             raise InternalError(
-                f"{where}: byte {slot_at[i]} of slot {slots[buffer[i]]} holds {name!r}{coordinate[i].tolist()}, which the "
-                f"source map does not have at byte {live_at[i]} of {target!r}"
+                f"program of {name!r}, round {k}: a trainer packs and a rollout assembles, nothing else"
             )
+        if used[k].dtype is not DESCRIPTOR and used[k].dtype != DESCRIPTOR:
+            raise InternalError(f"program of {name!r}, round {k}: its table is of {used[k].dtype}, expected DESCRIPTOR")
+    lengths = np.array([len(t) for t in used], dtype=np.int64)
+    table = joined(used, DESCRIPTOR)
+    return _Rows(
+        name=name, table=table, round=np.repeat(np.arange(len(used)), lengths), first=np.cumsum(lengths) - lengths,
+        to_live=not trainer,
+    )  # fmt: skip
 
-    def _element(self, segments: Int64Array, at: Int64Array, where: str) -> tuple[Int64Array, Int64Array]:
-        """[n] tensor and [n, D] coordinates of the checkpoint elements at these slot bytes."""
-        atoms = self.plan.atoms
-        row = segments[np.searchsorted(segments[:, 0], at, side="right") - 1]
-        stream = row[:, 2] + at - row[:, 0]
-        key = np.lexsort((atoms.stream_offset, atoms.class_id))  # sorted by contract; cheap to make sure
-        base = int(atoms.stream_offset.max(initial=0)) + int(at.max(initial=0)) + int(segments[:, 2].max(initial=0)) + 1
-        atom = key[
-            np.searchsorted((atoms.class_id * base + atoms.stream_offset)[key], row[:, 1] * base + stream, side="right")
-            - 1
-        ]
-        size = self.tensor_itemsize[atoms.tensor[atom]]
-        rest, odd = np.divmod(stream - atoms.stream_offset[atom], size)
-        bad = (
-            (row[:, 1] < 0)
-            | (atoms.class_id[atom] != row[:, 1])
-            | (odd != 0)
-            | (rest >= atoms.count[atom].prod(axis=1))
-        )
-        if bad.any():
-            raise InternalError(
-                f"{where}: a descriptor touches slot byte {int(at[np.argmax(bad)])}, where no element begins"
-            )
-        coordinate = np.zeros((len(at), atoms.count.shape[1]), dtype=np.int64)
-        for dim in range(atoms.count.shape[1] - 1, -1, -1):
-            rest, digit = np.divmod(rest, atoms.count[atom, dim])
-            coordinate[:, dim] = atoms.start[atom, dim] + digit * atoms.step[atom, dim]
-        return atoms.tensor[atom], coordinate
 
-    def _check_ops(
-        self, table: npt.NDArray[np.void], tensor: Int64Array, live: Int64Array, where: str, *, to_live: bool
-    ) -> None:
-        keys = np.stack([tensor, live, table["op"], table["itemsize"]], axis=1)
-        for t, v, op, itemsize in np.unique(keys, axis=0).tolist():
-            ends = self.spec.tensors[t].dtype, self.source_map.live[v].dtype
-            src, dst = ends if to_live else ends[::-1]
-            expected = Op.COPY if src.name == dst.name else Op.BY_DTYPES.get((src.name, dst.name), -1)
-            if op != expected or itemsize != src.itemsize:
-                raise InternalError(
-                    f"{where}: {self.spec.tensors[t].name!r} goes from {src.name} to {dst.name} with op {op} and itemsize "
-                    f"{itemsize}, expected {expected} and {src.itemsize}"
-                )
+# --- the slot's side --------------------------------------------------------------------------------------------------
 
-    def _is_at(
-        self, tensor: Int64Array, coordinate: Int64Array, live: Int64Array, at: Int64Array
-    ) -> npt.NDArray[np.bool_]:
-        """[n] whether some box of the map has the element at live element `at`."""
-        boxes, num_live = self.boxes, len(self.source_map.live)
-        keys = boxes.tensor * num_live + boxes.live
-        first = np.searchsorted(keys, tensor * num_live + live, side="left")
-        lengths = np.searchsorted(keys, tensor * num_live + live, side="right") - first
-        good = np.zeros(len(tensor), dtype=bool)
-        ends = np.cumsum(lengths)
-        begin = 0
-        while begin < len(tensor):
-            done = int(ends[begin - 1]) if begin else 0
-            stop = max(begin + 1, int(np.searchsorted(ends, done + _PAIRS, side="right")))
-            point = np.repeat(np.arange(begin, stop), lengths[begin:stop])
-            nth = np.arange(len(point)) - np.repeat(ends[begin:stop] - lengths[begin:stop] - done, lengths[begin:stop])
-            box = first[point] + nth
-            inside, place = np.ones(len(point), dtype=bool), boxes.live_start[box].copy()
-            for dim in range(min(coordinate.shape[1], boxes.num_dims)):
-                digit, off = np.divmod(coordinate[point, dim] - boxes.start[box, dim], boxes.step[box, dim])
-                inside &= (off == 0) & (digit >= 0) & (digit < boxes.count[box, dim])
-                place += digit * boxes.live_stride[box, dim]
-            good[point[inside & (place == at[point])]] = True
-            begin = stop
-        return good
+
+def _check_sizes(rows: _Rows) -> tuple[Int64Array, Int64Array]:
+    """[n] elements and slot bytes of each descriptor, its counts and op being possible at all."""
+    count, op, size = rows.table["count"], rows.table["op"], rows.table["itemsize"].astype(np.int64)
+    bad = (count < 1).any(axis=1) | (op < 0) | (op >= len(_TARGET_SIZE)) | (size < 1) | (size > 64)
+    if bad.any():
+        rows.refuse(int(np.argmax(bad)), "has a count below 1, or an op or itemsize that there is not")
+    numel = np.ones(len(count), dtype=np.int64)
+    estimate = np.ones(len(count))
+    for axis in range(MAX_AXES):
+        if (count[:, axis] > 1).any():
+            numel *= count[:, axis]
+            estimate *= count[:, axis]
+    if (estimate > _MOST_ELEMENTS).any():
+        rows.refuse(int(np.argmax(estimate)), f"moves {estimate.max():.0f} elements, more than any slot holds")
+    slot_size = size if rows.to_live else np.where(op == Op.COPY, size, _TARGET_SIZE[op])
+    return numel, numel * slot_size
+
+
+def _locate(
+    rows: _Rows, program: WorkerProgram, segments: Segments, nbytes: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """[n] the segment that each descriptor lies in, and its first byte there."""
+    slot, offset = _slot_numbers(rows, program, segments), rows.table[f"{rows.slot_side}_offset"]
+    within = np.clip(offset, 0, (1 << segments.shift) - 1)
+    key = ((rows.round * len(segments.slots) + slot) << segments.shift) + within
+    segment = np.maximum(np.searchsorted(segments.key, key, side="right") - 1, 0)
+    if not len(segments.key):
+        rows.refuse(0, "moves bytes in a program that has none to move")
+    at = key - segments.key[segment]
+    bad = (at < 0) | (at + nbytes > segments.nbytes[segment]) | (offset != within)
+    if bad.any():
+        i = int(np.argmax(bad))
+        rows.refuse(i, f"touches bytes [{offset[i]}, {offset[i] + nbytes[i]}) of slot {segments.slots[int(slot[i])]}, which "
+                       "are no part of one segment that this worker sends or needs")  # fmt: skip
+    return segment, at
+
+
+def _slot_numbers(rows: _Rows, program: WorkerProgram, segments: Segments) -> Int64Array:
+    buffer = rows.table[f"{rows.slot_side}_buffer"].astype(np.int64)
+    if not rows.to_live:
+        num_slots = np.ones(len(program.rounds), dtype=np.int64)
+        numbers = np.zeros(len(program.rounds), dtype=np.int64)
+    else:
+        number = {slot: i for i, slot in enumerate(segments.slots)}
+        num_slots = np.array([len(r.assemble.sources) for r in program.rounds], dtype=np.int64)
+        numbers = np.array([number.get(s, -1) for r in program.rounds for s in r.assemble.sources], dtype=np.int64)
+    first = np.cumsum(num_slots) - num_slots
+    bad = (buffer < 0) | (buffer >= num_slots[rows.round])
+    if not bad.any():
+        found: Int64Array = numbers[first[rows.round] + buffer]
+        bad = found < 0
+        if not bad.any():
+            return found
+    i = int(np.argmax(bad))
+    rows.refuse(i, f"names slot {buffer[i]} of {num_slots[rows.round[i]]}, or one that is not on this node")
+
+
+def _check_dense(rows: _Rows) -> None:
+    """On the slot's side every descriptor is one run: each axis steps over all that the inner ones cover."""
+    count, stride = rows.table["count"], rows.table[f"{rows.slot_side}_stride"]
+    run = _slot_size(rows, np.arange(len(count)))
+    good = np.ones(len(run), dtype=bool)
+    for axis in range(MAX_AXES - 1, -1, -1):
+        if (count[:, axis] > 1).any():
+            good &= (count[:, axis] == 1) | (stride[:, axis] == run)
+            run = run * count[:, axis]
+    if not good.all():
+        i = int(np.argmin(good))
+        rows.refuse(i, f"does not fill its part of the slot: counts {count[i].tolist()}, strides {stride[i].tolist()}")
+
+
+def _same_live(rows: _Rows, stream: Int64Array, proven: Proven) -> bool:
+    if len(stream) != len(proven.stream):
+        return False
+    order = _live_order(rows, stream)
+    if (stream[order] != proven.stream).any():
+        return False
+    return bool((_without_slots(rows.table[order]).view(np.int64) == proven.rows.view(np.int64)).all())
+
+
+def _live_order(rows: _Rows, stream: Int64Array) -> Int64Array:
+    order: Int64Array = np.argsort(stream, kind="stable")
+    if (np.diff(stream[order]) == 0).any():  # an atom with several places
+        order = np.lexsort((rows.table["dst_offset"], rows.table["dst_buffer"], stream))
+    return order
+
+
+def _without_slots(table: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    table["src_buffer"] = 0
+    table["src_offset"] = 0
+    return table
+
+
+# --- the live side ----------------------------------------------------------------------------------------------------
+
+
+def _atoms_at(
+    rows: _Rows, index: AtomIndex, stream: Int64Array, nbytes: Int64Array, segments: Segments, segment: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """[n] the atom that each descriptor lies in, and the number of its first element there."""
+    atom = np.maximum(np.searchsorted(index.begin, stream, side="right") - 1, 0)
+    element, odd = np.divmod(stream - index.begin[atom], index.itemsize[atom])
+    bad = (stream + nbytes > index.end[atom]) | (odd != 0) | (nbytes % index.itemsize[atom] != 0)
+    if bad.any():
+        i = int(np.argmax(bad))
+        slot = segments.slot_of(int(segment[i]))
+        rows.refuse(i, f"begins between elements or runs past the end of its tensor's part, in slot {slot}")
+    return atom, element
+
+
+def _check_live(
+    rows: _Rows, places: Places, index: AtomIndex, spec: CheckpointSpec, source_map: SourceMap, atom: Int64Array,
+    element: Int64Array, numel: Int64Array,
+) -> Int64Array:  # fmt: skip
+    """[n] the place that each descriptor reads or writes, all its elements being there."""
+    first, num = places.first[atom], places.first[atom + 1] - places.first[atom]
+    if (num == 0).any():
+        rows.refuse(int(np.argmin(num)), "moves elements for which the source map has no place")
+    place = first
+    several = np.flatnonzero(num > 1)
+    if len(several):
+        place = first.copy()
+        place[several] = _nearest(rows, places, several, first[several], num[several])
+    wrong = np.flatnonzero(~_follows(rows, places, element, place, np.arange(len(place))))
+    for nth in range(int(num[wrong].max(initial=1)) if len(wrong) else 0):
+        tried = wrong[(num[wrong] > 1) & (nth < num[wrong])]
+        candidate = first[tried] + nth
+        good = _follows(rows, places, element[tried], candidate, tried)
+        place[tried[good]] = candidate[good]
+        wrong = np.setdiff1d(wrong, tried[good])
+    if len(wrong):
+        _check_points(rows, places, index, spec, source_map, atom, element, place, wrong)
+        if (numel[wrong] > _POINTS_IN_DOUBT).any():
+            rows.refuse(int(wrong[np.argmax(numel[wrong])]), "has axes that cannot be shown to follow the source map")
+    _check_ops(rows, places, place)
+    return place
+
+
+def _nearest(rows: _Rows, places: Places, which: Int64Array, first: Int64Array, num: Int64Array) -> Int64Array:
+    """Of several places of an atom, the one in the right live tensor that begins last before the descriptor's lowest byte."""
+    t = rows.table[which]
+    reach = (t["count"] - 1) * t[f"{rows.live_side}_stride"]
+    low = t[f"{rows.live_side}_offset"] + np.minimum(reach, 0).sum(axis=1)
+    live = t[f"{rows.live_side}_buffer"].astype(np.int64)
+    lo, hi = np.zeros(len(which), dtype=np.int64), num.copy()  # the answer is first + lo - 1: bisect all at once
+    while (lo < hi).any():
+        middle = np.minimum((lo + hi) // 2, num - 1)
+        p = first + middle
+        before = (places.live[p] < live) | ((places.live[p] == live) & (places.low[p] <= low))
+        lo, hi = np.where((lo < hi) & before, middle + 1, lo), np.where((lo < hi) & ~before, middle, hi)
+    return first + np.maximum(lo - 1, 0)
+
+
+def _follows(
+    rows: _Rows, places: Places, element: Int64Array, place: Int64Array, which: Int64Array
+) -> npt.NDArray[np.bool_]:
+    """[m] whether descriptors `which` address, element by element, what the digits of their atoms say for `place`.
+
+    Its axes are digits of the atom's row-major numbers: an axis of slot stride s (in elements) moves digit a if pitch_a
+    divides s and s is less than the next pitch. While the first element's digit plus all that its axes add stays below
+    the digit's extent nothing carries, so the live address is affine and its strides must be s / pitch_a * step_a.
+    """
+    t = rows.table[which]
+    used = np.flatnonzero((t["count"] > 1).any(axis=0))
+    count, size = t["count"][:, used], _slot_size(rows, which)
+    slot = t[f"{rows.slot_side}_stride"][:, used] // size[:, None]
+    live = t[f"{rows.live_side}_stride"][:, used]
+    expected, taken = np.zeros_like(live), count == 1
+    at = places.base[place].copy()
+    good = t[f"{rows.live_side}_buffer"] == places.live[place]
+    for a in range(places.extent.shape[1]):
+        extent, pitch, step = places.extent[place, a], places.pitch[place, a], places.step[place, a]
+        digit = element // pitch % extent
+        at += digit * step
+        own = (count > 1) & (slot >= pitch[:, None]) & (slot < (pitch * extent)[:, None])
+        turns = np.where(own, slot // pitch[:, None], 0)
+        good &= (turns * pitch[:, None] == np.where(own, slot, 0)).all(axis=1)
+        good &= digit + ((count - 1) * turns).sum(axis=1) < extent
+        expected += turns * step[:, None]
+        taken |= own
+    good &= taken.all(axis=1) & ((count == 1) | (live == expected)).all(axis=1)
+    found: npt.NDArray[np.bool_] = good & (at == t[f"{rows.live_side}_offset"])
+    return found
+
+
+def _slot_size(rows: _Rows, which: Int64Array) -> Int64Array:
+    """[m] bytes of an element in a slot."""
+    size, op = rows.table["itemsize"][which].astype(np.int64), rows.table["op"][which]
+    return size if rows.to_live else np.where(op == Op.COPY, size, _TARGET_SIZE[op])
+
+
+def _check_ops(rows: _Rows, places: Places, place: Int64Array) -> None:
+    op, itemsize = rows.table["op"], rows.table["itemsize"]
+    bad = (op != places.op[place]) | (itemsize != places.itemsize[place])
+    if bad.any():
+        i = int(np.argmax(bad))
+        p = place[i]
+        rows.refuse(i, f"has op {op[i]} and itemsize {itemsize[i]}, expected {places.op[p]} and {places.itemsize[p]}")
+
+
+def _check_points(
+    rows: _Rows, places: Places, index: AtomIndex, spec: CheckpointSpec, source_map: SourceMap, atom: Int64Array,
+    element: Int64Array, place: Int64Array, which: Int64Array,
+) -> None:  # fmt: skip
+    """Look at every element of some descriptors; of one too large for that, at the first ones."""
+    t = rows.table[which]
+    moves = Moves(
+        count=t["count"], turns=t[f"{rows.slot_side}_stride"] // _slot_size(rows, which)[:, None],
+        stride=t[f"{rows.live_side}_stride"], element=element[which], offset=t[f"{rows.live_side}_offset"],
+        live=t[f"{rows.live_side}_buffer"].astype(np.int64), atom=atom[which], place=place[which],
+    )  # fmt: skip
+    found = first_wrong_point(moves, index, places, limit=_POINTS_IN_DOUBT)
+    if found is None:
+        return
+    i, number, coordinates, address = found
+    row = int(which[i])
+    box = int(places.box[place[row]])
+    buffer = int(moves.live[i])
+    live = source_map.live[buffer].name if 0 <= buffer < len(source_map.live) else f"live tensor {buffer}"
+    rows.refuse(row, f"moves element {number} of its atom, {spec.tensors[int(places.boxes.tensor[box])].name!r}"
+                     f"{list(coordinates)}, which the source map does not have at byte {address} of {live!r}")  # fmt: skip
+
+
+# --- tiling -----------------------------------------------------------------------------------------------------------
+
+
+def _check_tiling(
+    rows: _Rows, position: Int64Array, nbytes: Int64Array, begin: Int64Array, size: Int64Array, segments: Segments,
+    stream: Int64Array | None,
+) -> None:  # fmt: skip
+    """The intervals [position, position + nbytes) tile [0, total) once; they are known to cross none of the cells.
+
+    begin, size: of the cells, laid end to end. stream: [cells] global stream byte of each; None where cells are segments.
+    """
+    order = np.argsort(position, kind="stable")
+    low = position[order]
+    high = low + nbytes[order]
+    total = int(begin[-1] + size[-1]) if len(begin) else 0
+    gaps = np.flatnonzero(np.append(low, total) != np.append(0, high))
+    if not len(gaps):
+        return
+    i = int(gaps[0])
+    if i < len(low) and (i and low[i] < high[i - 1]):
+        what = "packs again what another has packed" if stream is None else "assembles again what another has assembled"
+        rows.refuse(int(order[i]), f"{what} (bytes from {low[i] - begin[_cell(begin, int(low[i]))]} of its "
+                                   f"{'segment' if stream is None else 'atom'})")  # fmt: skip
+    at = int(high[i - 1]) if i else 0
+    cell = _cell(begin, at)
+    if stream is None:
+        k, verb = segments.round_of(cell), "packed"
+    else:
+        byte = int(stream[cell]) + at - int(begin[cell])
+        inside = (segments.stream <= byte) & (byte < segments.stream + segments.nbytes)
+        k, verb = (segments.round_of(int(np.argmax(inside))) if inside.any() else -1), "assembled"
+    what = f"round {k}: {int(np.append(low, total)[i]) - at} bytes of a segment are never {verb}"
+    raise InternalError(f"program of {rows.name!r}, {what}; they begin {at - int(begin[cell])} bytes into it")
+
+
+def _cell(begin: Int64Array, at: int) -> int:
+    return int(np.searchsorted(begin, at, side="right")) - 1

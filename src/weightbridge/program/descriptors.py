@@ -1,8 +1,9 @@
 """From ranges of class streams to strided descriptors, in bulk: arrays in, arrays out, no Python object per box.
 
-A class stream holds atoms end to end, each row-major in checkpoint coordinates. A range of it (one route's part of one
-round) covers whole atoms and, at its ends, parts of atoms. A part of an atom is a row-major range of an N-dim box and
-falls into at most 2 N - 1 boxes; each box is one affine copy between the slot and every live place of the atom.
+A class stream holds atoms end to end, each row-major in checkpoint coordinates. A part of a route covers whole atoms and,
+at its ends, runs of atoms. An atom and one of its places in memory make an affine copy; axes that are one run on both
+sides are merged before anything is cut. An atom that is dense in memory has one axis left, and any run of it is one
+descriptor; with N axes left a run falls into at most 2 N - 1.
 """
 
 from __future__ import annotations
@@ -17,12 +18,34 @@ from weightbridge.errors import CoverageError, InternalError, UnsupportedError
 from weightbridge.layout.boxes import BoxTable
 from weightbridge.layout.source_map import SourceMap
 from weightbridge.plan.plan import AtomTable
+from weightbridge.program.places import column_of, match_boxes
 from weightbridge.program.program import DESCRIPTOR, MAX_AXES, Op
+from weightbridge.program.slots import consecutive
 
-__all__ = ["Pieces", "StreamIndex", "descriptors", "pieces_of"]
+__all__ = ["Elements", "Live", "Runs", "StreamIndex", "descriptors"]
 
 Int64Array = npt.NDArray[np.int64]
-_PAIR_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elements:
+    """Dtypes of a checkpoint's tensors, as arrays. names: dtypes that occur. dtype: [num_tensors] position in `names`.
+
+    itemsize: [num_tensors] bytes.
+    """
+
+    names: tuple[str, ...]
+    dtype: Int64Array
+    itemsize: Int64Array
+
+    @classmethod
+    def of(cls, spec: CheckpointSpec) -> Elements:
+        number: dict[str, int] = {}
+        dtype = [number.setdefault(t.dtype.name, len(number)) for t in spec.tensors]
+        itemsize = [t.dtype.itemsize for t in spec.tensors]
+        return cls(
+            names=tuple(number), dtype=np.array(dtype, dtype=np.int64), itemsize=np.array(itemsize, dtype=np.int64)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,224 +71,117 @@ class StreamIndex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """Boxes of atoms that lie row-major and dense in a slot. Row i: atom[i], its digits start[i] .. start[i] + count[i].
+class Runs:
+    """Row-major runs of atoms, by the range they lie in, then by position. Row i: elements begin[i] to end[i] of atom[i].
 
-    start, count: [n, D] in positions within the atom. key: [n] which range it came from. offset: [n] slot bytes.
+    key: [n] range. offset: [n] bytes from the range's begin. first: [num_ranges + 1] where the runs of each range begin.
     """
 
     key: Int64Array
     atom: Int64Array
-    start: Int64Array
-    count: Int64Array
+    begin: Int64Array
+    end: Int64Array
     offset: Int64Array
+    first: Int64Array
+
+    @classmethod
+    def of(cls, index: StreamIndex, lo: Int64Array, hi: Int64Array) -> Runs:
+        """The runs in non-empty ranges [lo, hi) of global stream bytes. InternalError when one is cut inside an element."""
+        first_atom = np.searchsorted(index.end, lo, side="right")
+        lengths = np.maximum(np.searchsorted(index.start, hi, side="left") - first_atom, 0)
+        key = np.repeat(np.arange(len(lo), dtype=np.int64), lengths)
+        atom = consecutive(first_atom, lengths)
+        start, size = index.start[atom], index.itemsize[atom]
+        low, high = np.maximum(lo[key], start), np.minimum(hi[key], index.end[atom])
+        offset = low - lo[key]
+        low -= start
+        high -= start
+        begin, end = low // size, high // size
+        if (begin * size != low).any() or (end * size != high).any():
+            raise InternalError("the plan cuts a class stream inside an element; its alignment does not fit its dtypes")
+        first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return cls(key=key, atom=atom, begin=begin, end=end, offset=offset, first=first)
 
 
-def _repeat(lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """For groups of the given lengths: [sum] group of each member, and its position within the group."""
-    group = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-    first = np.cumsum(lengths) - lengths
-    return group, np.arange(len(group), dtype=np.int64) - first[group]
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """Affine copies between atoms in a slot and their places in one worker's memory, by atom.
 
-
-def pieces_of(atoms: AtomTable, index: StreamIndex, lo: Int64Array, hi: Int64Array, offset: Int64Array) -> Pieces:
-    """Boxes of the non-empty ranges [lo, hi) of global stream bytes, range i lying at slot byte offset[i].
-
-    Raises InternalError when a range begins or ends inside an element.
+    first: [num_wanted + 1] places of each wanted atom; `to_live` False takes one of each only. live: [n] position in
+    SourceMap.live. offset: [n] live bytes of the atom's first element. count, slot_stride, live_stride: [n, A] merged
+    axes, outermost first, strides in bytes; leading ones may have count 1. op, itemsize: [n] as in DESCRIPTOR.
+    slot_itemsize: [n].
     """
-    first = np.searchsorted(index.end, lo, side="right")
-    last = np.searchsorted(index.start, hi, side="left")
-    key, nth = _repeat(np.maximum(last - first, 0))
-    atom = first[key] + nth
-    begin = np.maximum(lo[key], index.start[atom])
-    end = np.minimum(hi[key], index.end[atom])
-    size = index.itemsize[atom]
-    if ((begin - index.start[atom]) % size).any() or ((end - index.start[atom]) % size).any():
-        raise InternalError("the plan cuts a class stream inside an element; its alignment does not fit its dtypes")
-    x, y = (begin - index.start[atom]) // size, (end - index.start[atom]) // size
-    origin = offset[key] + (begin - lo[key]) - x * size  # where the atom's element 0 would lie
-    return _split_ranges(atoms, index, key, atom, x, y, origin)
+
+    to_live: bool
+    first: Int64Array
+    live: Int64Array
+    offset: Int64Array
+    count: Int64Array
+    slot_stride: Int64Array
+    live_stride: Int64Array
+    op: Int64Array
+    itemsize: Int64Array
+    slot_itemsize: Int64Array
+
+    @classmethod
+    def of(
+        cls, atoms: AtomTable, wanted: Int64Array, boxes: BoxTable, spec: CheckpointSpec, elements: Elements,
+        source_map: SourceMap, *, to_live: bool,
+    ) -> Live:  # fmt: skip
+        """to_live False: one live place of each atom -> slot (pack; a holder may have several, any of them will do).
+        to_live True: slot -> every live place (assemble).
+
+        Raises CoverageError when the map has no place for an atom, UnsupportedError for a cast that no kernel has.
+        """
+        position, box = match_boxes(atoms, wanted, boxes)
+        num_places = np.bincount(position, minlength=len(wanted))
+        if (num_places == 0).any():
+            name = spec.tensors[int(atoms.tensor[wanted[np.argmin(num_places)]])].name
+            raise CoverageError(
+                f"the worker's map has no place for elements of {name!r} that the plan gives it", tensor=name
+            )
+        if not to_live:
+            kept = np.flatnonzero(np.diff(position, prepend=-1))
+            position, box, num_places = position[kept], box[kept], np.ones_like(num_places)
+        atom = wanted[position]
+        live = boxes.live[box]
+        op, slot_size, live_size = _casts(atoms.tensor[atom], live, spec, elements, source_map, to_live)
+        offset, *axes = _axes(atoms, atom, boxes, box, slot_size, live_size)
+        count, slot_stride, live_stride = _merge_axes(*axes)
+        return cls(
+            to_live=to_live, first=np.concatenate([[0], np.cumsum(num_places)]).astype(np.int64), live=live,
+            offset=offset, count=count, slot_stride=slot_stride, live_stride=live_stride, op=op,
+            itemsize=slot_size if to_live else live_size, slot_itemsize=slot_size,
+        )  # fmt: skip
 
 
-def _split_ranges(
-    atoms: AtomTable,
-    index: StreamIndex,
-    key: Int64Array,
-    atom: Int64Array,
-    x: Int64Array,
-    y: Int64Array,
-    origin: Int64Array,
-) -> Pieces:
-    """Cut the row-major element ranges [x, y) of atoms into boxes, from the innermost dim outwards.
-
-    At each dim a range either stays within one row, or gives up an incomplete first and last row and goes on in whole rows.
-    """
-    counts = atoms.count
-    num_dims = counts.shape[1]
-    out: list[tuple[Int64Array, Int64Array, Int64Array, int]] = []  # (row, first, length, dim)
-    row = np.flatnonzero(y > x)
-    x, y = x[row], y[row]
-    for dim in range(num_dims - 1, -1, -1):
-        n = counts[atom[row], dim]
-        done = (x // n == (y - 1) // n) if dim else np.ones(len(row), dtype=bool)
-        out.append((row[done], x[done], (y - x)[done], dim))
-        row, x, y, n = row[~done], x[~done], y[~done], n[~done]
-        head = x % n != 0
-        out.append((row[head], x[head], (n - x % n)[head], dim))
-        tail = y % n != 0
-        out.append((row[tail], (y - y % n)[tail], (y % n)[tail], dim))
-        x, y = -(-x // n), y // n
-        going = y > x
-        row, x, y = row[going], x[going], y[going]
-    rows = np.concatenate([o[0] for o in out])
-    at = np.concatenate([o[1] for o in out])
-    length = np.concatenate([o[2] for o in out])
-    level = np.concatenate([np.full(len(o[0]), o[3], dtype=np.int64) for o in out])
-    start = np.zeros((len(rows), num_dims), dtype=np.int64)
-    count = counts[atom[rows]].copy()
-    rest = at.copy()
-    unit = np.ones(len(rows), dtype=np.int64)  # elements in one step along `level`
-    for dim in range(num_dims - 1, -1, -1):
-        n = counts[atom[rows], dim]
-        above, here = level > dim, level == dim
-        unit = np.where(level < dim, unit * n, unit)
-        digit = rest % n
-        start[:, dim] = np.where(level < dim, 0, digit)
-        count[:, dim] = np.where(here, length, np.where(above, 1, n))
-        rest = np.where(level < dim, rest, rest // n)
-    return Pieces(
-        key=key[rows], atom=atom[rows], start=start, count=count,
-        offset=origin[rows] + at * unit * index.itemsize[atom[rows]],
-    )  # fmt: skip
-
-
-def _match_boxes(atoms: AtomTable, wanted: Int64Array, boxes: BoxTable) -> tuple[Int64Array, Int64Array]:
-    """Pairs (position in `wanted`, box) such that the box contains the atom, sorted by the first."""
-    order = np.argsort(boxes.tensor, kind="stable")
-    tensors = boxes.tensor[order]
-    tensor = atoms.tensor[wanted]
-    first = np.searchsorted(tensors, tensor, side="left")
-    lengths = np.searchsorted(tensors, tensor, side="right") - first
-    ends = np.cumsum(lengths)
-    found: list[tuple[Int64Array, Int64Array]] = []
-    begin = 0
-    while begin < len(wanted):  # a chunk of atoms at a time bounds the memory of the join
-        done = ends[begin - 1] if begin else 0
-        stop = max(begin + 1, int(np.searchsorted(ends, done + _PAIR_CHUNK, side="right")))
-        group, nth = _repeat(lengths[begin:stop])
-        group += begin
-        box = order[first[group] + nth]
-        inside = _contains(atoms, wanted[group], boxes, box)
-        found.append((group[inside], box[inside]))
-        begin = stop
-    if not found:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    return np.concatenate([f[0] for f in found]), np.concatenate([f[1] for f in found])
-
-
-def _contains(atoms: AtomTable, atom: Int64Array, boxes: BoxTable, box: Int64Array) -> npt.NDArray[np.bool_]:
-    """[n] whether every element of atom[i] is an element of box[i]."""
-    inside = np.ones(len(atom), dtype=bool)
-    for dim in range(max(atoms.count.shape[1], boxes.count.shape[1])):
-        start, step, count = (
-            _dim(atoms.start, atom, dim, 0),
-            _dim(atoms.step, atom, dim, 1),
-            _dim(atoms.count, atom, dim, 1),
-        )
-        b_start, b_step, b_count = (
-            _dim(boxes.start, box, dim, 0),
-            _dim(boxes.step, box, dim, 1),
-            _dim(boxes.count, box, dim, 1),
-        )
-        b_step = np.maximum(b_step, 1)
-        inside &= (start >= b_start) & (start + (count - 1) * step <= b_start + (b_count - 1) * b_step)
-        inside &= ((start - b_start) % b_step == 0) & ((count == 1) | (step % b_step == 0))
-    return inside
-
-
-def _dim(table: Int64Array, rows: Int64Array, dim: int, default: int) -> Int64Array:
-    """Column `dim` of the given rows, or `default` where the table has no such dim."""
-    if dim < table.shape[1]:
-        column: Int64Array = table[rows, dim]
-        return column
-    return np.full(len(rows), default, dtype=np.int64)
-
-
-def descriptors(
-    pieces: Pieces, atoms: AtomTable, boxes: BoxTable, spec: CheckpointSpec, source_map: SourceMap, *, to_live: bool
-) -> tuple[npt.NDArray[np.void], Int64Array]:
-    """One descriptor per piece and live place, and [n] the piece's key for each.
-
-    to_live False: one live place of each atom -> slot (pack; a holder may have several, any of them will do).
-    to_live True: slot -> every live place (assemble). The buffer on the slot's side is left 0 for the caller.
-    Raises CoverageError when the map has no place for an atom, UnsupportedError for a cast that no kernel has.
-    """
-    wanted, inverse = np.unique(pieces.atom, return_inverse=True)
-    group, box = _match_boxes(atoms, wanted, boxes)
-    num_places = np.bincount(group, minlength=len(wanted))
-    if (num_places == 0).any():
-        name = spec.tensors[int(atoms.tensor[wanted[np.argmin(num_places)]])].name
-        raise CoverageError(
-            f"the worker's map has no place for elements of {name!r} that the plan gives it", tensor=name
-        )
-    first = np.cumsum(num_places) - num_places
-    if to_live:
-        piece, nth = _repeat(num_places[inverse])
-        box = box[first[inverse[piece]] + nth]
-    else:
-        piece, box = np.arange(len(inverse), dtype=np.int64), box[first[inverse]]
-    return _affine(pieces, piece, atoms, boxes, box, spec, source_map, to_live), pieces.key[piece]
-
-
-def _affine(
-    pieces: Pieces, piece: Int64Array, atoms: AtomTable, boxes: BoxTable, box: Int64Array,
-    spec: CheckpointSpec, source_map: SourceMap, to_live: bool,
-) -> npt.NDArray[np.void]:  # fmt: skip
-    """Offsets and strides in bytes of each (piece, box) pair on both sides."""
-    atom = pieces.atom[piece]
-    op, slot_size, live_size = _casts(atoms.tensor[atom], boxes.live[box], spec, source_map, to_live)
-    num_dims = atoms.count.shape[1]
-    count = pieces.count[piece]
-    live_at = boxes.live_start[box].copy()
+def _axes(
+    atoms: AtomTable, atom: Int64Array, boxes: BoxTable, box: Int64Array, slot_size: Int64Array, live_size: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Of each (atom, box) pair: live offset of the first element, and [n, D] count, slot and live stride; all in bytes."""
+    count = atoms.count[atom]
+    live_at = boxes.live_start[box]
     slot_stride, live_stride = np.zeros_like(count), np.zeros_like(count)
     dense = slot_size.copy()
-    for dim in range(num_dims - 1, -1, -1):
-        step = np.maximum(_dim(boxes.step, box, dim, 1), 1)
-        per_step = _dim(boxes.live_stride, box, dim, 0)
-        at = atoms.start[atom, dim] + pieces.start[piece, dim] * atoms.step[atom, dim]
-        live_at += (at - _dim(boxes.start, box, dim, 0)) // step * per_step
-        live_stride[:, dim] = atoms.step[atom, dim] // step * per_step * live_size
+    for dim in range(count.shape[1] - 1, -1, -1):
+        start, step = atoms.start[atom, dim], atoms.step[atom, dim]
+        box_step, per_step = column_of(boxes.step, box, dim, 1), column_of(boxes.live_stride, box, dim, 0)
+        live_at = live_at + (start - column_of(boxes.start, box, dim, 0)) // box_step * per_step
+        live_stride[:, dim] = step // box_step * per_step * live_size
         slot_stride[:, dim] = dense
-        dense = dense * atoms.count[atom, dim]
-    sides = (pieces.offset[piece], slot_stride), (live_at * live_size, live_stride)
-    (src, src_stride), (dst, dst_stride) = sides if to_live else sides[::-1]
-    count, src_stride, dst_stride = _merge_axes(count, src_stride, dst_stride)
-    table = np.zeros(len(piece), dtype=DESCRIPTOR)
-    table["dst_buffer" if to_live else "src_buffer"] = boxes.live[box]
-    table["src_offset"], table["dst_offset"], table["op"] = src, dst, op
-    table["itemsize"] = slot_size if to_live else live_size
-    width = min(MAX_AXES, count.shape[1])
-    table["count"] = 1
-    table["count"][:, MAX_AXES - width :] = count[:, count.shape[1] - width :]
-    table["src_stride"][:, MAX_AXES - width :] = src_stride[:, count.shape[1] - width :]
-    table["dst_stride"][:, MAX_AXES - width :] = dst_stride[:, count.shape[1] - width :]
-    if (count[:, : count.shape[1] - width] > 1).any():
-        raise UnsupportedError(
-            f"a copy between slot and live tensor needs more than {MAX_AXES} axes; none is supported"
-        )
-    return table
+        dense = dense * count[:, dim]
+    return live_at * live_size, count, slot_stride, live_stride
 
 
 def _casts(
-    tensor: Int64Array, live: Int64Array, spec: CheckpointSpec, source_map: SourceMap, to_live: bool
+    tensor: Int64Array, live: Int64Array, spec: CheckpointSpec, elements: Elements, source_map: SourceMap, to_live: bool
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """[n] op, checkpoint item size and live item size; one Python step per distinct pair of dtypes."""
-    dtypes = sorted({t.dtype.name for t in spec.tensors} | {t.dtype.name for t in source_map.live})
+    dtypes = tuple(dict.fromkeys([*elements.names, *(t.dtype.name for t in source_map.live)]))
     number = {name: i for i, name in enumerate(dtypes)}
-    slot_code = np.array([number[t.dtype.name] for t in spec.tensors], dtype=np.int64)[tensor]
-    live_code = (
-        np.array([number[t.dtype.name] for t in source_map.live], dtype=np.int64)[live] if len(live) else slot_code
-    )
+    slot_code = elements.dtype[tensor]
+    live_code = np.array([number[t.dtype.name] for t in source_map.live] or [0], dtype=np.int64)[live]
     pairs, inverse = np.unique(slot_code * len(dtypes) + live_code, return_inverse=True)
     ops: list[int] = []
     for pair in pairs.tolist():
@@ -278,9 +194,8 @@ def _casts(
                 f"keep it as {names[0]} in memory, or as one of {sorted(Op.BY_DTYPES)}"
             )
         ops.append(Op.COPY if src == dst else Op.BY_DTYPES[src, dst])
-    slot_sizes = np.array([t.dtype.itemsize for t in spec.tensors], dtype=np.int64)
-    live_sizes = np.array([t.dtype.itemsize for t in source_map.live], dtype=np.int64)
-    return np.array(ops, dtype=np.int64)[inverse], slot_sizes[tensor], live_sizes[live]
+    live_sizes = np.array([t.dtype.itemsize for t in source_map.live] or [0], dtype=np.int64)
+    return np.array(ops, dtype=np.int64)[inverse], elements.itemsize[tensor], live_sizes[live]
 
 
 def _merge_axes(count: Int64Array, src: Int64Array, dst: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -302,3 +217,106 @@ def _merge_axes(count: Int64Array, src: Int64Array, dst: Int64Array) -> tuple[In
             count[run, 0], src[run, 0], dst[run, 0] = 1, 0, 0
     src[count == 1], dst[count == 1] = 0, 0
     return count, src, dst
+
+
+def descriptors(
+    live: Live, position: Int64Array, begin: Int64Array, end: Int64Array, offset: Int64Array
+) -> tuple[npt.NDArray[np.void], Int64Array]:
+    """Descriptors of runs, in the order of the runs, and [n] the run of each.
+
+    position: [m] of each run's atom among the wanted ones of `live`. begin, end: [m] elements, begin < end. offset: [m]
+    slot bytes of the run's first element. The buffer on the slot's side is left 0 for the caller. UnsupportedError when a
+    copy needs more axes than a descriptor has.
+    """
+    num_places = live.first[position + 1] - live.first[position]
+    run = np.repeat(np.arange(len(position), dtype=np.int64), num_places)
+    place = consecutive(live.first[position], num_places)
+    whole = (live.count[:, :-1] == 1).all(axis=1)[place]  # one axis at most: a run stays a run
+    uncut, cut = np.flatnonzero(whole), np.flatnonzero(~whole)
+    pieces = _cut(live.count[place[cut]], begin[run[cut]], end[run[cut]])
+    num_pieces = whole.astype(np.int64)
+    num_pieces[cut] = np.bincount(pieces.row, minlength=len(cut))
+    first = np.cumsum(num_pieces) - num_pieces
+    table = np.zeros(int(num_pieces.sum()), dtype=DESCRIPTOR)
+    table["count"] = 1
+    low = begin[run[uncut]]
+    _fill(table, first[uncut], live, place[uncut], low[:, None], (end[run[uncut]] - low)[:, None], offset[run[uncut]])
+    row = cut[pieces.row]
+    inside = (pieces.flat - begin[run[row]]) * live.slot_itemsize[place[row]]
+    nth = consecutive(np.zeros(len(cut), dtype=np.int64), num_pieces[cut])
+    _fill(table, first[row] + nth, live, place[row], pieces.start, pieces.count, offset[run[row]] + inside)
+    return table, np.repeat(run, num_pieces)
+
+
+def _fill(
+    table: npt.NDArray[np.void], at: Int64Array, live: Live, place: Int64Array, start: Int64Array, count: Int64Array,
+    slot_offset: Int64Array,
+) -> None:  # fmt: skip
+    """Write rows `at`. start, count: [n, A'] of the innermost A' axes of each place, the others being at 0 and of count 1."""
+    if not len(at):
+        return
+    slot, memory = ("src", "dst") if live.to_live else ("dst", "src")
+    num_axes = count.shape[1]
+    if (count[:, : max(0, num_axes - MAX_AXES)] > 1).any():
+        raise UnsupportedError(
+            f"a copy between slot and live tensor needs more than {MAX_AXES} axes; none is supported"
+        )
+    offset = live.offset[place]
+    for back in range(1, num_axes + 1):
+        per_step, length = live.live_stride[place, -back], count[:, -back]
+        offset = offset + start[:, -back] * per_step
+        if back <= MAX_AXES:
+            table["count"][at, -back] = length
+            table[f"{slot}_stride"][at, -back] = np.where(length > 1, live.slot_stride[place, -back], 0)
+            table[f"{memory}_stride"][at, -back] = np.where(length > 1, per_step, 0)
+    table[f"{memory}_buffer"][at] = live.live[place]
+    table[f"{slot}_offset"][at], table[f"{memory}_offset"][at] = slot_offset, offset
+    table["op"][at], table["itemsize"][at] = live.op[place], live.itemsize[place]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """Boxes, by the range they are cut from, then by position. row: [n]. flat: [n] row-major index of the first element.
+
+    start, count: [n, A].
+    """
+
+    row: Int64Array
+    flat: Int64Array
+    start: Int64Array
+    count: Int64Array
+
+
+def _cut(counts: Int64Array, begin: Int64Array, end: Int64Array) -> _Pieces:
+    """Cut row-major element ranges [begin, end) of boxes of extents counts [n, A] into boxes, from the innermost axis outwards.
+
+    At each axis a range either stays within one row, or gives up an incomplete first and last row and goes on in whole rows.
+    Heads of inner axes come before those of outer ones, tails after them: their rank says so.
+    """
+    num_axes = counts.shape[1]
+    found: list[tuple[Int64Array, Int64Array, Int64Array, int, int]] = []  # row, first, length, axis, rank
+    row, x, y = np.arange(len(counts), dtype=np.int64), begin, end
+    for axis in range(num_axes - 1, -1, -1):
+        n = counts[row, axis]
+        done = (x // n == (y - 1) // n) if axis else np.ones(len(row), dtype=bool)
+        found.append((row[done], x[done], (y - x)[done], axis, 0))
+        row, x, y, n = row[~done], x[~done], y[~done], n[~done]
+        head, tail = x % n != 0, y % n != 0
+        found.append((row[head], x[head], (n - x % n)[head], axis, -1 - axis))
+        found.append((row[tail], (y - y % n)[tail], (y % n)[tail], axis, axis + 1))
+        x, y = -(-x // n), y // n
+        going = y > x
+        row, x, y = row[going], x[going], y[going]
+    row, at, length = (np.concatenate([f[i] for f in found]) for i in range(3))
+    axis_of, rank = (np.repeat([f[i] for f in found], [len(f[0]) for f in found]) for i in (3, 4))
+    order = np.lexsort((rank, row))
+    row, at, length, axis_of = row[order], at[order], length[order], axis_of[order]
+    start, count = np.zeros((2, len(row), num_axes), dtype=np.int64)
+    rest, unit = at.copy(), np.ones(len(row), dtype=np.int64)  # unit: elements in one step along the piece's own axis
+    for axis in range(num_axes - 1, -1, -1):
+        n, inner = counts[row, axis], axis_of < axis
+        unit = np.where(inner, unit * n, unit)
+        start[:, axis] = np.where(inner, 0, rest % n)
+        count[:, axis] = np.where(inner, n, np.where(axis_of == axis, length, 1))
+        rest = np.where(inner, rest, rest // n)
+    return _Pieces(row=row, flat=at * unit, start=start, count=count)

@@ -1,30 +1,38 @@
-"""Lower a plan to one worker's program. Pure: every worker computes its own, and each end of a write computes the same.
+"""Lower a plan to workers' programs. Pure: every worker computes its own, and each end of a write computes the same.
 
-Cost grows with the number of distinct boxes and (round, peer) pairs, not with elements: all boxes of a worker are
-handled as arrays, and Python takes one step per (round, peer).
+A `Lowering` has what all workers of the plan have in common: which parts the routes are cut into, which runs of atoms the
+parts hold, where the parts lie in the slots. Workers with equal maps that need the same routes share their descriptors
+as well; only buffer numbers and slot offsets are then filled in for each.
+
+Cost grows with the number of parts and of (round, peer) pairs, not with elements: all is done on arrays, and Python takes
+one step per (round, peer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from weightbridge.checkpoint.spec import CheckpointSpec
-from weightbridge.errors import InternalError, UnsupportedError, UsageError
+from weightbridge.errors import InternalError, UsageError
 from weightbridge.layout.boxes import BoxTable, expand
 from weightbridge.layout.source_map import SourceMap
-from weightbridge.plan.plan import STAGES, Plan
+from weightbridge.plan.plan import Plan
 from weightbridge.plan.topology import Role
-from weightbridge.program.descriptors import StreamIndex, descriptors, pieces_of
-from weightbridge.program.program import DESCRIPTOR, SEGMENT, Assemble, Await, Post, Round, WorkerProgram
-from weightbridge.program.slots import SEND, SlotLayout, arena_of, route_cuts, routes_through, slot_layout
+from weightbridge.program.descriptors import Elements, Live, Runs, StreamIndex, descriptors
+from weightbridge.program.program import DESCRIPTOR, OLDEST_ROUND_FIRST, Assemble, Round, WorkerProgram
+from weightbridge.program.slots import SEND, Parts, SlotTable, consecutive
+from weightbridge.program.writes import Writes
 
-__all__ = ["lower"]
+__all__ = ["Lowering", "lower"]
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+T = TypeVar("T")
 
 
 def lower(
@@ -35,258 +43,240 @@ def lower(
     *,
     codec: str = "identity",
     base_version: int = -1,
+    post_order: str = OLDEST_ROUND_FIRST,
 ) -> WorkerProgram:
     """The program of `worker` (position in plan.topology.workers) under `plan`.
 
-    source_map: the worker's own. codec, base_version: recorded in the program; they change nothing else.
+    source_map: the worker's own. codec, base_version, post_order: recorded in the program; they change nothing else.
     Raises UsageError when spec, map and plan do not belong together, CoverageError when the map lacks what the plan
     gives the worker, UnsupportedError for a cast without a kernel.
     """
-    if not spec.digest == plan.spec_digest == source_map.spec_digest:
-        raise UsageError(
-            f"plan, checkpoint spec and source map belong to different checkpoints: spec {spec.digest}, "
-            f"plan {plan.spec_digest}, map {source_map.spec_digest}; make all three from one spec"
-        )
-    job = _Job.of(plan, spec, source_map, worker)
-    trainer = plan.topology.workers[worker].role is Role.TRAINER
-    packs = job.pack_tables() if trainer else [_EMPTY] * plan.rounds
-    assembles = job.assembles() if not trainer else [_NOTHING] * plan.rounds
-    posts, awaits, readers = job.posts(), job.awaits(), job.readers()
-    rounds = tuple(
-        Round(
-            pack=packs[k], posts=tuple(posts[k]), awaits=tuple(awaits[k]), assemble=assembles[k],
-            reads=tuple(sorted({w for w, _ in assembles[k].sources} - {worker})), readers=readers[k],
-        )
-        for k in range(plan.rounds)
-    )  # fmt: skip
-    return WorkerProgram(
-        worker=worker, plan_digest=plan.digest, slots=arena_of(plan, worker, job.cuts), rounds=rounds, codec=codec,
-        base_version=base_version,
-    )  # fmt: skip
+    lowering = Lowering.of(plan, spec, codec=codec, base_version=base_version, post_order=post_order)
+    return lowering.program(source_map, worker)
 
 
 _EMPTY = np.zeros(0, dtype=DESCRIPTOR)
 _NOTHING = Assemble(sources=(), table=_EMPTY)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Copies:
+    """The descriptors of some routes in one map, as far as they are the same for every worker.
+
+    parts: [p] parts of the routes, by round, then route. route: [p] position of each among the routes. table: by part;
+    the slot's side has buffer 0 and the offset within the part. part: [n] position in `parts` of each row. rows: [rounds
+    + 1] where the rows of each round begin.
+    """
+
+    parts: Int64Array
+    route: Int64Array
+    table: npt.NDArray[np.void]
+    part: Int64Array
+    rows: list[int]
+
+
 @dataclass(kw_only=True)
-class _Job:
-    """What the steps of one lowering share. layouts: cache, (worker, stage) -> SlotLayout."""
+class Lowering:
+    """One plan, being lowered for some or all of its workers.
+
+    num_dims: of the atoms. needs: [num_classes, num_workers]. codec, base_version, post_order: recorded in every program.
+    latest: what was made for the map of the last program, so that workers with equal maps, asked for one after the other,
+    share it and nothing piles up.
+    """
 
     plan: Plan
     spec: CheckpointSpec
-    source_map: SourceMap
-    worker: int
-    boxes: BoxTable
-    index: StreamIndex
-    cuts: Int64Array
-    layouts: dict[tuple[int, str], SlotLayout]
+    elements: Elements
+    parts: Parts
+    runs: Runs
+    slots: SlotTable
+    writes: Writes
+    needs: BoolArray
+    num_dims: int
+    codec: str
+    base_version: int
+    post_order: str
+    latest: dict[str, tuple[object, object]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, spec: CheckpointSpec, source_map: SourceMap, worker: int) -> _Job:
+    def of(
+        cls,
+        plan: Plan,
+        spec: CheckpointSpec,
+        *,
+        codec: str = "identity",
+        base_version: int = -1,
+        post_order: str = OLDEST_ROUND_FIRST,
+    ) -> Lowering:
+        """Raises UsageError when spec and plan do not belong together, InternalError when the plan contradicts itself."""
+        if spec.digest != plan.spec_digest:
+            raise _mismatch(plan, spec, None)
+        elements, parts = Elements.of(spec), Parts.of(plan)
         nbytes = np.array([c.nbytes for c in plan.classes], dtype=np.int64)
-        itemsizes = np.array([t.dtype.itemsize for t in spec.tensors], dtype=np.int64)
-        index = StreamIndex.of(plan.atoms, nbytes, itemsizes)
-        boxes = expand(source_map, spec)
+        index = StreamIndex.of(plan.atoms, nbytes, elements.itemsize)
+        base = index.class_base[plan.routes["class_id"]][parts.route]
+        slots = SlotTable.of(plan, parts)
+        needs = np.zeros((len(plan.classes), len(plan.topology.workers)), dtype=bool)
+        for class_id, replica_class in enumerate(plan.classes):
+            needs[class_id, list(replica_class.needers)] = True
         return cls(
-            plan=plan, spec=spec, source_map=source_map, worker=worker, boxes=boxes, index=index, cuts=route_cuts(plan),
-            layouts={},
+            plan=plan, spec=spec, elements=elements, parts=parts, runs=Runs.of(index, base + parts.lo, base + parts.hi),
+            slots=slots, writes=Writes.of(plan, slots), needs=needs,
+            num_dims=max(1, *(len(t.shape) for t in spec.tensors)), codec=codec, base_version=base_version,
+            post_order=post_order,
         )  # fmt: skip
 
-    def layout(self, worker: int, stage: str) -> SlotLayout:
-        key = (worker, stage)
-        if key not in self.layouts:
-            self.layouts[key] = slot_layout(self.plan, worker, stage, self.cuts)
-        return self.layouts[key]
-
-    def neighbours(self) -> tuple[int, ...]:
-        """Rollout workers of this worker's node, itself included."""
-        return self.plan.topology.on_node(self.plan.topology.workers[self.worker].node, Role.ROLLOUT)
+    def program(self, source_map: SourceMap, worker: int) -> WorkerProgram:
+        """The program of one worker; as `lower`."""
+        plan = self.plan
+        if source_map.spec_digest != plan.spec_digest:
+            raise _mismatch(plan, self.spec, source_map)
+        trainer = plan.topology.workers[worker].role is Role.TRAINER
+        packs = self._packs(source_map, worker) if trainer else [_EMPTY] * plan.rounds
+        assembles = self._assembles(source_map, worker) if not trainer else [_NOTHING] * plan.rounds
+        posts, awaits, readers = self.writes.posts(worker), self.writes.awaits(worker), self._readers(worker)
+        reads = {s: tuple(sorted({w for w, _ in s} - {worker})) for s in {a.sources for a in assembles}}
+        rounds = tuple(
+            Round(pack=p, posts=o, awaits=i, assemble=a, reads=reads[a.sources], readers=r)
+            for p, o, i, a, r in zip(packs, posts, awaits, assembles, readers, strict=True)
+        )
+        return WorkerProgram(
+            worker=worker, plan_digest=plan.digest, slots=self.slots.specs(worker), rounds=rounds, codec=self.codec,
+            base_version=self.base_version, post_order=self.post_order,
+        )  # fmt: skip
 
     # --- descriptors --------------------------------------------------------------------------------------------------
 
-    def pack_tables(self) -> list[npt.NDArray[np.void]]:
-        layout = self.layout(self.worker, SEND)
-        table, round_ = self._descriptors([(layout, np.arange(len(layout.routes), dtype=np.int64))], to_live=False)
-        return self._by_round(table, round_)
+    def _packs(self, source_map: SourceMap, worker: int) -> list[npt.NDArray[np.void]]:
+        slot = int(SlotTable.slot(worker, SEND))
+        stops = self.slots.stops(slot)
+        copies = self._copies(source_map, self.slots.route[stops], to_live=False)
+        offset = self._offsets(copies, stops, [slot])
+        table = copies.table.copy()
+        table["dst_offset"] += offset[copies.part]
+        return [table[a:b] for a, b in zip(copies.rows, copies.rows[1:], strict=False)]
 
-    def assembles(self) -> list[Assemble]:
-        sources, taken = self._sources()
-        table, round_ = self._descriptors(
-            [(self.layout(*s), rows) for s, rows in zip(sources, taken, strict=True)], to_live=True
+    def _assembles(self, source_map: SourceMap, worker: int) -> list[Assemble]:
+        stops = self._taken(worker)
+        copies = self._copies(source_map, self.slots.route[stops], to_live=True)
+        slots, slot_of_route = np.unique(self.slots.slot_of_stop[stops], return_inverse=True)
+        offset = self._offsets(copies, stops, slots.tolist())
+        # A round counts through the slots that hold bytes in it: [rounds, num_slots].
+        slot, round_ = slot_of_route[copies.route], self.parts.round[copies.parts]
+        used = np.zeros((self.plan.rounds, len(slots)), dtype=bool)
+        used[round_, slot] = True
+        number = np.cumsum(used, axis=1, dtype=np.int64) - 1
+        table = copies.table.copy()
+        table["src_buffer"] = number[round_, slot][copies.part]
+        table["src_offset"] += offset[copies.part]
+        sources = _chosen(used, SlotTable.names(slots))
+        return [
+            Assemble(sources=s, table=table[a:b])
+            for s, a, b in zip(sources, copies.rows, copies.rows[1:], strict=False)
+        ]
+
+    def _offsets(self, copies: _Copies, stops: Int64Array, slots: list[int]) -> Int64Array:
+        """[p] slot offset of each of `copies.parts`. stops: one for each route of `copies`, in these slots."""
+        shift = self.slots.first_cell[stops] - self.parts.first[self.slots.route[stops]]
+        return self.slots.offsets(copies.parts + shift[copies.route], slots)
+
+    def _copies(self, source_map: SourceMap, routes: Int64Array, *, to_live: bool) -> _Copies:
+        """routes: ascending."""
+        key = (source_map.fingerprint, to_live, routes.tobytes())
+        return self._shared("copies", key, lambda: self._make_copies(source_map, routes, to_live))
+
+    def _make_copies(self, source_map: SourceMap, routes: Int64Array, to_live: bool) -> _Copies:
+        num_parts = self.parts.num_of_route[routes]
+        parts = consecutive(self.parts.first[routes], num_parts)
+        order = self.parts.by_round(parts)
+        parts, route = parts[order], np.repeat(np.arange(len(routes), dtype=np.int64), num_parts)[order]
+        num_runs = self.runs.first[parts + 1] - self.runs.first[parts]
+        runs = consecutive(self.runs.first[parts], num_runs)
+        atom = self.runs.atom[runs]
+        is_wanted = np.zeros(len(self.plan.atoms), dtype=bool)
+        is_wanted[atom] = True
+        position = np.cumsum(is_wanted) - 1
+        live = Live.of(
+            self.plan.atoms, np.flatnonzero(is_wanted), self._boxes(source_map), self.spec, self.elements, source_map,
+            to_live=to_live,
+        )  # fmt: skip
+        table, run = descriptors(
+            live, position[atom], self.runs.begin[runs], self.runs.end[runs], self.runs.offset[runs]
         )
-        result: list[Assemble] = []
-        for rows in self._by_round(table, round_):
-            used, rows["src_buffer"] = np.unique(rows["src_buffer"], return_inverse=True)
-            result.append(Assemble(sources=tuple(sources[i] for i in used.tolist()), table=rows))
-        return result
+        part = np.repeat(np.arange(len(parts), dtype=np.int64), num_runs)[run]
+        round_ = self.parts.round[parts]
+        rows = np.searchsorted(part, np.searchsorted(round_, np.arange(self.plan.rounds + 1)))
+        return _Copies(parts=parts, route=route, table=table, part=part, rows=rows.tolist())
 
-    def _descriptors(
-        self, parts: list[tuple[SlotLayout, Int64Array]], *, to_live: bool
-    ) -> tuple[npt.NDArray[np.void], Int64Array]:
-        """Descriptors for the given rows of some slot layouts, all rounds, and [n] the round of each.
+    def _boxes(self, source_map: SourceMap) -> BoxTable:
+        return self._shared("boxes", source_map.fingerprint, lambda: expand(source_map, self.spec, self.num_dims))
 
-        On the slot's side of an assemble the buffer is the position in `parts`.
-        """
-        plan = self.plan
-        lo, hi, offset, round_, part = [], [], [], [], []
-        for i, (layout, rows) in enumerate(parts):
-            base = self.index.class_base[plan.routes["class_id"][layout.routes[rows]]][:, None]
-            lo.append((base + layout.lo[rows]).ravel())
-            hi.append((base + layout.hi[rows]).ravel())
-            offset.append(layout.offset[rows].ravel())
-            round_.append(np.tile(np.arange(plan.rounds, dtype=np.int64), len(rows)))
-            part.append(np.full(len(rows) * plan.rounds, i, dtype=np.int64))
-        lo_all, hi_all = _joined(lo), _joined(hi)
-        keep = np.flatnonzero(hi_all > lo_all)
-        pieces = pieces_of(plan.atoms, self.index, lo_all[keep], hi_all[keep], _joined(offset)[keep])
-        table, key = descriptors(pieces, plan.atoms, self.boxes, self.spec, self.source_map, to_live=to_live)
-        if to_live:
-            table["src_buffer"] = _joined(part)[keep[key]]
-        return table, _joined(round_)[keep[key]]
+    def _shared(self, name: str, key: object, make: Callable[[], T]) -> T:
+        """What was made last under this name if its key was the same, else something new."""
+        if name not in self.latest or self.latest[name][0] != key:
+            self.latest.pop(name, None)  # two of them at a time would be twice the memory
+            self.latest[name] = (key, make())
+        found: T = self.latest[name][1]  # type: ignore[assignment]
+        return found
 
-    def _by_round(self, table: npt.NDArray[np.void], round_: Int64Array) -> list[npt.NDArray[np.void]]:
-        """One table per round, its rows in the order of the slot so that kernels walk memory forwards."""
-        slot_side = "dst_offset" if self.plan.topology.workers[self.worker].role is Role.TRAINER else "src_offset"
-        order = np.lexsort((table[slot_side], table["src_buffer"], round_))
-        ends = np.searchsorted(round_[order], np.arange(self.plan.rounds + 1, dtype=np.int64))
-        return [table[order[ends[k] : ends[k + 1]]] for k in range(self.plan.rounds)]
+    # --- the node -----------------------------------------------------------------------------------------------------
 
-    def _needs(self, worker: int) -> npt.NDArray[np.bool_]:
-        """[num_routes] whether the bytes of each route are among those the worker needs."""
-        needed = np.array([worker in c.needers for c in self.plan.classes], dtype=bool)
-        return needed[self.plan.routes["class_id"]] if len(needed) else np.zeros(0, dtype=bool)
+    def _neighbours(self, worker: int) -> tuple[int, ...]:
+        """Rollout workers of this worker's node, itself included."""
+        return self.plan.topology.on_node(self.plan.topology.workers[worker].node, Role.ROLLOUT)
 
-    def _sources(self) -> tuple[list[tuple[int, str]], list[Int64Array]]:
-        """Slots of this node that hold bytes this worker needs, and for each the rows of its layout to take.
+    def _taken(self, worker: int) -> Int64Array:
+        """Stops on this worker's node of all routes whose bytes it needs, by route.
 
         Each byte enters a node once, so the routes that lie on this node hold each needed class exactly once.
         """
-        wanted = self._needs(self.worker)
-        sources: list[tuple[int, str]] = []
-        rows: list[Int64Array] = []
-        missing = {c: k.nbytes for c, k in enumerate(self.plan.classes) if self.worker in k.needers}
-        for source in ((n, stage) for n in self.neighbours() for stage in STAGES):
-            routes = self.layout(*source).routes
-            mine = np.flatnonzero(wanted[routes])
-            if len(mine):
-                sources.append(source)
-                rows.append(mine)
-                taken = self.plan.routes[routes[mine]]
-                for class_id in _distinct(taken["class_id"]):
-                    part = taken[taken["class_id"] == class_id]
-                    missing[class_id] -= int((part["hi"] - part["lo"]).sum())
-        for class_id, nbytes in missing.items():
-            if nbytes:
-                name, node = self.plan.topology.workers[self.worker].name, self.plan.topology.workers[self.worker].node
-                problem = f"{nbytes} bytes never reach" if nbytes > 0 else f"{-nbytes} bytes reach more than once"
-                raise InternalError(
-                    f"worker {name!r} needs class {class_id}, of which {problem} node {node!r}; the plan is wrong"
-                )
-        return sources, rows
+        routes, needs = self.plan.routes, self.needs[:, worker]
+        stops: Int64Array = np.concatenate([self.slots.stops_of_worker(n) for n in self._neighbours(worker)])
+        stops = stops[needs[routes["class_id"][self.slots.route[stops]]]]
+        stops = stops[np.argsort(self.slots.route[stops], kind="stable")]
+        taken = routes[self.slots.route[stops]]
+        missing = np.array([c.nbytes for c in self.plan.classes], dtype=np.int64) * needs
+        np.subtract.at(missing, taken["class_id"], taken["hi"] - taken["lo"])
+        for class_id in np.flatnonzero(missing).tolist():
+            me, nbytes = self.plan.topology.workers[worker], int(missing[class_id])
+            problem = f"{nbytes} bytes never reach" if nbytes > 0 else f"{-nbytes} bytes reach more than once"
+            raise InternalError(
+                f"worker {me.name!r} needs class {class_id}, of which {problem} node {me.node!r}; the plan is wrong"
+            )
+        return stops
 
-    def readers(self) -> list[tuple[int, ...]]:
-        """Per round, the neighbours that read this worker's slots: the mirror image of their `_sources`."""
-        result: list[set[int]] = [set() for _ in range(self.plan.rounds)]
-        if self.plan.topology.workers[self.worker].role is Role.ROLLOUT:
-            for layout in (self.layout(self.worker, stage) for stage in STAGES):
-                full = layout.hi > layout.lo
-                for other in self.neighbours():
-                    read = self._needs(other)[layout.routes]
-                    for k in np.flatnonzero((full & read[:, None]).any(axis=0)).tolist():
-                        result[k].add(other)
-        return [tuple(sorted(r - {self.worker})) for r in result]
-
-    # --- writes -------------------------------------------------------------------------------------------------------
-
-    def posts(self) -> list[list[Post]]:
-        """Per round: first the trainer's writes, then forwards, by stage and peer."""
-        plan, worker = self.plan, self.worker
-        result: list[list[Post]] = [[] for _ in range(plan.rounds)]
-        mine = routes_through(plan, worker, SEND)
-        for peer in _distinct(plan.routes["entry"][mine]):
-            routes = mine[plan.routes["entry"][mine] == peer]
-            self._add_posts(result, STAGES[0], SEND, peer, routes)
-        out = plan.hops[plan.hops["src"] == worker]
-        for index in _distinct(out["stage"]):
-            for peer in _distinct(out["dst"][out["stage"] == index]):
-                routes = np.sort(out["route"][(out["stage"] == index) & (out["dst"] == peer)]).astype(np.int64)
-                self._add_posts(result, STAGES[index], self._stage_of(routes, index), peer, routes)
-        return result
-
-    def _stage_of(self, routes: Int64Array, before: int) -> str:
-        """The one stage, earlier than `before`, in which all of these routes reach this worker."""
-        for stage in STAGES[:before]:
-            if np.isin(routes, self.layout(self.worker, stage).routes).all():
-                return stage
-        raise UnsupportedError(
-            f"worker {self.worker} forwards routes {routes.tolist()} to one peer in stage {STAGES[before]!r} but has them "
-            "from several stages; the planner must forward each stage's routes to peers of their own"
-        )
-
-    def _add_posts(self, result: list[list[Post]], stage: str, source: str, peer: int, routes: Int64Array) -> None:
-        local, remote = self.layout(self.worker, source), self.layout(peer, stage)
-        at, there = local.rows(routes), remote.rows(routes)
-        before = self._writers(source, routes) if source != SEND else routes
-        for k in range(self.plan.rounds):
-            full = np.flatnonzero(local.hi[at, k] > local.lo[at, k])
-            if not len(full):
-                continue
-            segments = _segments(local, at[full], remote, there[full], k)
-            after = tuple((source, w) for w in _distinct(before[full])) if source != SEND else ()
-            result[k].append(Post(stage=stage, source=source, peer=peer, segments=segments, after=after))
-
-    def _writers(self, stage: str, routes: Int64Array) -> Int64Array:
-        """[m] who writes each route into this worker's slot `stage`."""
-        hops, index = self.plan.hops, STAGES.index(stage)
-        writers = np.full(len(self.plan.routes), -1, dtype=np.int64)
-        if index == 0:
-            entered = self.plan.routes["entry"] == self.worker
-            writers[entered] = self.plan.routes["sender"][entered]
-        into = hops[(hops["dst"] == self.worker) & (hops["stage"] == index)]
-        writers[into["route"]] = into["src"]
-        return writers[routes]
-
-    def awaits(self) -> list[list[Await]]:
-        """Per round, what arrives, by stage and writer. `local_offset` is the writer's, `remote_offset` this worker's."""
-        result: list[list[Await]] = [[] for _ in range(self.plan.rounds)]
-        if self.plan.topology.workers[self.worker].role is Role.TRAINER:
-            return result
-        for index, stage in enumerate(STAGES):
-            layout = self.layout(self.worker, stage)
-            writers = self._writers(stage, layout.routes)
-            for peer in _distinct(writers):
-                here = np.flatnonzero(writers == peer)
-                theirs = self.layout(peer, self._source_at(peer, index, layout.routes[here]))
-                there = theirs.rows(layout.routes[here])
-                for k in range(self.plan.rounds):
-                    full = layout.hi[here, k] > layout.lo[here, k]
-                    if full.any():
-                        segments = _segments(theirs, there[full], layout, here[full], k)
-                        result[k].append(Await(stage=stage, peer=peer, segments=segments))
-        return result
-
-    def _source_at(self, peer: int, before: int, routes: Int64Array) -> str:
-        """The slot of `peer` from which it writes these routes in stage `before`."""
-        if self.plan.topology.workers[peer].role is Role.TRAINER:
-            return SEND
-        return next(s for s in STAGES[:before] if np.isin(routes, self.layout(peer, s).routes).all())
+    def _readers(self, worker: int) -> list[tuple[int, ...]]:
+        """Per round, the neighbours that read this worker's slots: the mirror image of their `_taken`."""
+        if self.plan.topology.workers[worker].role is Role.TRAINER:
+            return [()] * self.plan.rounds
+        stops = self.slots.stops_of_worker(worker)
+        full = np.zeros((self.plan.rounds, len(stops)), dtype=bool)
+        num_parts = self.parts.num_of_route[self.slots.route[stops]]
+        stop = np.repeat(np.arange(len(stops), dtype=np.int64), num_parts)
+        full[self.parts.round[self.slots.parts_of(stops)], stop] = True
+        classes = self.plan.routes["class_id"][self.slots.route[stops]]
+        others = [n for n in self._neighbours(worker) if n != worker]
+        reads = np.zeros((self.plan.rounds, len(others)), dtype=bool)
+        for i, other in enumerate(others):
+            reads[:, i] = full[:, self.needs[classes, other]].any(axis=1)
+        return _chosen(reads, others)
 
 
-def _segments(
-    source: SlotLayout, at: Int64Array, target: SlotLayout, there: Int64Array, k: int
-) -> npt.NDArray[np.void]:
-    segments = np.zeros(len(at), dtype=SEGMENT)
-    segments["local_offset"] = source.offset[at, k]
-    segments["remote_offset"] = target.offset[there, k]
-    segments["capacity_bytes"] = source.hi[at, k] - source.lo[at, k]
-    segments["route"] = source.routes[at]
-    return segments
+def _chosen(mask: BoolArray, items: Sequence[T]) -> list[tuple[T, ...]]:
+    """For each row of the mask [n, len(items)] the items it chooses. Equal rows share one tuple."""
+    known: dict[bytes, tuple[T, ...]] = {}
+    found = []
+    for row in mask:
+        key = row.tobytes()
+        if key not in known:
+            known[key] = tuple(items[i] for i in np.flatnonzero(row).tolist())
+        found.append(known[key])
+    return found
 
 
-def _joined(arrays: Iterable[Int64Array]) -> Int64Array:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
-
-
-def _distinct(values: npt.NDArray[np.int64]) -> list[int]:
-    return [int(v) for v in np.unique(values)]
+def _mismatch(plan: Plan, spec: CheckpointSpec, source_map: SourceMap | None) -> UsageError:
+    own = "" if source_map is None else f", map {source_map.spec_digest}"
+    return UsageError(
+        f"plan, checkpoint spec and source map belong to different checkpoints: spec {spec.digest}, "
+        f"plan {plan.spec_digest}{own}; make all three from one spec"
+    )

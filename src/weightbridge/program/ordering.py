@@ -2,7 +2,34 @@
 
 The programs of all workers, replayed by the protocol of `machine/transfer.py`, define a partial order of steps. Two steps
 that the order leaves open can meet in some run. So each read of a slot copy must come after the writes of its round
-and before every later write of that copy, in the order itself. For jobs small enough to hold one bit per pair of steps.
+and before every later write of that copy, in the order itself. `check_order` asks that of each pair of steps, one bit a
+pair: for small jobs. For jobs of any size it follows from conditions on one worker at a time, which `ProgramVerifier`
+checks against the plan (names of checks in brackets):
+
+ A  The awaits of w in round k are the writes of the plan into w, the posts of w are its writes out, segment by segment
+    and in one order [check_transfers]. So each await has its post, and each post its await.
+ B  A post takes its routes from the slot where they lie, an earlier stage than its own, and its `after` are exactly those
+    who write these routes there in round k [check_transfers]; a trainer's is packed, and packed whole [check_contents].
+ C  `reads` of w in round k are exactly the others whose slots its assembly draws on, and `readers` exactly the others on
+    its node that need bytes that lie in its slots then; both are what the plan says, so that n reads w just where w has n
+    among its readers [check_neighbours].
+ D  All slots of a job have N copies, one order of posts and one codec; copies do not overlap and all that is written or
+    read lies inside [check_slots, check_transfers, check_contents, verify_job].
+
+*Never overwritten.* Let round k >= N be written into slot s of w, by a post of v, over what lies there of a round j = k - mN,
+m >= 1. The post waits for the credit that w gives to the writers of its awaits of round k when it releases round k - N, and
+by A the post is awaited. Releases come in the order of rounds, so that round j has been released. For that all awaits of j
+had arrived (no write of j is under way), the own assembly of j was done, the own posts of j were done (their reads
+of s with them), and all `readers` had assembled j: by C all neighbours whose assembly of j reads s. Nobody else reads s. For
+a send slot pack k waits until all own posts up to round k - N are done, which are its only readers.
+*Never read unfilled.* An assembly of round k starts when the own awaits of k have arrived and all of `reads` have said READY,
+which they say to their `readers` when their own awaits have arrived: by A and C all writes of round k into all slots it
+draws on. A post waits for pack k or, by B, for whoever brings its routes.
+*No circle.* Order steps by round, within a round pack, posts by stage, ready, load, assembled, release. By B a post waits for
+posts of earlier stages only; all other waits are for an earlier round or an earlier step of the same round as it stands.
+By A and C whatever is waited for does come.
+
+Neither order of posts changes this: oldest round first adds waits for an earlier round.
 """
 
 from __future__ import annotations
@@ -12,7 +39,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weightbridge.errors import InternalError
-from weightbridge.program.program import WorkerProgram
+from weightbridge.program.program import OLDEST_ROUND_FIRST, WorkerProgram
 
 __all__ = ["check_order"]
 
@@ -36,7 +63,8 @@ def check_order(programs: Mapping[int, WorkerProgram], names: Mapping[int, str])
 class _Order:
     """Steps and what each must wait for. writers: (worker, stage, round) -> (post node pairs start, done, post owner).
 
-    A `pack` step stands for the write of a send slot. `load` is the begin of an assembly, `assembled` its end.
+    A `pack` step stands for the write of a send slot. `load` is the begin of an assembly, `assembled` its end. `posted` is the
+    end of all posts up to its round.
     """
 
     programs: Mapping[int, WorkerProgram]
@@ -61,14 +89,22 @@ class _Order:
         round_ = program.rounds[k]
         num_slots = program.slots[0].num_slots if program.slots else 1
         own = {s.stage for s in program.slots}
-        pack = self.node("pack", worker, k)
-        self._after(pack, *self._dones(worker, k - num_slots))
+        pack, posted = self.node("pack", worker, k), self.node("posted", worker, k)
+        ahead = (
+            1 if program.post_order == OLDEST_ROUND_FIRST else num_slots
+        )  # rounds that may be in the posting at once
+        if k >= num_slots:
+            self._after(pack, self.node("posted", worker, k - num_slots))
+        if k:
+            self._after(posted, self.node("posted", worker, k - 1))
         if len(round_.pack):
             self.writes.setdefault((worker, "send", k), []).append((pack, pack, worker))
         for i, post in enumerate(round_.posts):
             start, done = self.node("post", worker, k, i), self.node("done", worker, k, i)
             self._after(done, start)
-            self._after(start, *self._dones(worker, k - 1))
+            self._after(posted, done)
+            if k >= ahead:
+                self._after(start, self.node("posted", worker, k - ahead))
             if post.source in own and not post.after:
                 self._after(start, pack)
             self._after(start, *(self._arrival(worker, stage, peer, k) for stage, peer in post.after))
@@ -81,12 +117,10 @@ class _Order:
         assembled, release = self.node("assembled", worker, k), self.node("release", worker, k)
         self._after(ready, *(self._arrival(worker, a.stage, a.peer, k) for a in round_.awaits))
         if program.codec != "identity":  # decoding rewrites the slot, so forwards have left before
-            self._after(ready, *self._dones(worker, k))
+            self._after(ready, posted)
         self._after(load, ready, *(self.node("ready", peer, k) for peer in round_.reads))
         self._after(assembled, load)
-        self._after(
-            release, assembled, *self._dones(worker, k), *(self.node("assembled", r, k) for r in round_.readers)
-        )
+        self._after(release, assembled, posted, *(self.node("assembled", r, k) for r in round_.readers))
         if k:
             self._after(load, self.node("assembled", worker, k - 1))
             self._after(release, self.node("release", worker, k - 1))
@@ -96,16 +130,14 @@ class _Order:
     def _after(self, node: int, *others: int) -> None:
         self.waits[node].extend(others)
 
-    def _dones(self, worker: int, k: int) -> list[int]:
-        """The ends of all posts of a round; of an earlier round where that one has none."""
-        rounds = self.programs[worker].rounds
-        while k >= 0 and not rounds[k].posts:
-            k -= 1
-        return [self.node("done", worker, k, i) for i in range(len(rounds[k].posts))] if k >= 0 else []
-
     def _arrival(self, worker: int, stage: str, peer: int, k: int) -> int:
-        posts = self.programs[peer].rounds[k].posts
-        return next(self.node("done", peer, k, i) for i, p in enumerate(posts) if (p.stage, p.peer) == (stage, worker))
+        posts = self.programs[peer].rounds[k].posts if peer in self.programs else ()
+        for i, post in enumerate(posts):
+            if (post.stage, post.peer) == (stage, worker):
+                return self.node("done", peer, k, i)
+        raise InternalError(
+            f"worker {worker} waits in round {k} for a write of worker {peer} into its slot {stage!r}, which there is not"
+        )
 
     def closure(self, names: Mapping[int, str]) -> list[int]:
         """[num_nodes] bit set of the steps that come before each one."""

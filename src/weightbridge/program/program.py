@@ -18,9 +18,20 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DESCRIPTOR", "MAX_AXES", "SEGMENT", "Assemble", "Await", "Op", "Post", "Round", "SlotSpec", "WorkerProgram"]
+__all__ = [
+    "AS_READY", "DESCRIPTOR", "MAX_AXES", "OLDEST_ROUND_FIRST", "POST_ORDERS", "SEGMENT", "Assemble", "Await", "Op", "Post",
+    "Round", "SlotSpec", "WorkerProgram",
+]  # fmt: skip
 
 MAX_AXES = 6
+
+OLDEST_ROUND_FIRST = "oldest_round_first"
+AS_READY = "as_ready"
+POST_ORDERS: tuple[str, ...] = (OLDEST_ROUND_FIRST, AS_READY)
+"""How a worker orders its posts. Oldest round first: nothing of round k + 1 leaves while a post of round k is not done.
+As ready: whatever is packed (or has arrived, for a forward) and credited leaves at once, so that two rounds may share a link
+and both end late; there to be compared with.
+"""
 
 DESCRIPTOR = np.dtype(
     [
@@ -160,7 +171,8 @@ class WorkerProgram:
     """worker: this worker's id. slots: its arena. rounds: one Round per round of the plan.
 
     codec: name of the codec all segments go through; "identity" moves dense bytes. base_version: the version an encoded
-    segment is a difference to, -1 for none.
+    segment is a difference to, -1 for none. post_order: one of POST_ORDERS, the same on all workers of a job;
+    `program/verify.py` checks that, and orders the steps of the slots by it.
     """
 
     worker: int
@@ -169,6 +181,7 @@ class WorkerProgram:
     rounds: tuple[Round, ...]
     codec: str = "identity"
     base_version: int = -1
+    post_order: str = OLDEST_ROUND_FIRST
 
     @property
     def arena_bytes(self) -> int:
@@ -194,7 +207,9 @@ class WorkerProgram:
     @cached_property
     def digest(self) -> str:
         h = hashlib.blake2b(digest_size=16)
-        h.update(repr((self.worker, self.plan_digest, self.slots, self.codec, self.base_version)).encode())
+        h.update(
+            repr((self.worker, self.plan_digest, self.slots, self.codec, self.base_version, self.post_order)).encode()
+        )
         for r in self.rounds:
             h.update(r.pack.tobytes())
             for p in r.posts:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from weightbridge.errors import TransportError
 from weightbridge.program.program import (
     DESCRIPTOR,
+    POST_ORDERS,
     SEGMENT,
     Assemble,
     Await,
@@ -26,7 +27,7 @@ from weightbridge.program.program import (
 __all__ = ["MAX_PROGRAM_BYTES", "decode_program", "encode_program"]
 
 MAX_PROGRAM_BYTES = 1 << 30
-_VERSION = 1
+_VERSION = 2
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -73,6 +74,7 @@ class _Program(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     rounds: Annotated[list[_Round], msgspec.Meta(max_length=1 << 20)]
     codec: _Name
     base_version: Annotated[int, msgspec.Meta(ge=-1)]
+    post_order: _Name
     digest: Annotated[str, msgspec.Meta(max_length=128)]
 
 
@@ -100,6 +102,7 @@ def encode_program(program: WorkerProgram) -> bytes:
             rounds,
             program.codec,
             program.base_version,
+            program.post_order,
             program.digest,
         )
     )
@@ -117,6 +120,11 @@ def decode_program(data: bytes, *, max_bytes: int = MAX_PROGRAM_BYTES) -> Worker
         raise TransportError(
             f"a program has wire version {wire.wire_version}, expected {_VERSION}; use one release everywhere"
         )
+    if wire.post_order not in POST_ORDERS:
+        raise TransportError(
+            f"a program came in whose posts are ordered by {wire.post_order!r}, expected one of {', '.join(POST_ORDERS)}; "
+            "use one release everywhere"
+        )
     program = WorkerProgram(
         worker=wire.worker,
         plan_digest=wire.plan_digest,
@@ -127,6 +135,7 @@ def decode_program(data: bytes, *, max_bytes: int = MAX_PROGRAM_BYTES) -> Worker
         rounds=tuple(_round(r) for r in wire.rounds),
         codec=wire.codec,
         base_version=wire.base_version,
+        post_order=wire.post_order,
     )
     if program.digest != wire.digest:
         raise TransportError(f"a program came in damaged: its digest is {program.digest}, expected {wire.digest}")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from weightbridge.checkpoint.dtypes import dtype_named
 from weightbridge.checkpoint.spec import CheckpointSpec, TensorSpec
 from weightbridge.layout.source_map import LiveTensor, SourceMap
-from weightbridge.plan.topology import Role, Topology, Worker
+from weightbridge.plan.topology import NodeGroup, Role, Topology, Worker
 from weightbridge.testing.numpy_loader import NumpyLoader, Placement, source_map_of
 
 __all__ = ["Job", "jobs", "loaders", "specs", "topologies"]
@@ -103,7 +103,17 @@ def topologies(draw: st.DrawFn) -> tuple[Topology, tuple[tuple[int, ...], ...]]:
     for i in range(draw(st.integers(1, 3))):
         add(Role.ROLLOUT, f"engine{i}", ["n1", "n2", "n3"] if mixed else ["n2", "n3", "n4"])
     caps = draw(st.lists(st.tuples(st.sampled_from(["n0", "n1", "n2"]), st.sampled_from(_RATES)), max_size=2))
-    return Topology(workers=tuple(workers), node_bandwidth=tuple(dict(caps).items())), tuple(groups)
+    used = sorted({w.node for w in workers})
+    clusters: dict[str, list[str]] = {}
+    if draw(st.booleans()):  # else all nodes hang on the core
+        for node in used:
+            clusters.setdefault(draw(st.sampled_from(["", "west", "east"])), []).append(node)
+    uplinks = tuple(
+        NodeGroup(name=name, nodes=tuple(nodes), bandwidth=draw(st.sampled_from([2e8, 1e9, 7e9])))
+        for name, nodes in clusters.items()
+        if name
+    )
+    return Topology(workers=tuple(workers), node_bandwidth=tuple(dict(caps).items()), groups=uplinks), tuple(groups)
 
 
 def _cut_points(draw: st.DrawFn, extent: int, parts: int) -> list[int]:
