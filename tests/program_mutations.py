@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from weightbridge.plan import STAGES
 from weightbridge.program import Op, WorkerProgram
@@ -77,20 +78,20 @@ def _of_transfers(program: WorkerProgram, k: int, num_workers: int) -> Iterator[
 
             yield _changed(f"{what}: dropped", program, k, **{side: others})
             yield put("there twice", t, others=transfers)
-            yield put("wrong peer", replace(t, peer=(t.peer + 1) % num_workers))
-            yield put("no such peer", replace(t, peer=num_workers))
-            yield put("wrong stage", replace(t, stage=STAGES[(STAGES.index(t.stage) + 1) % len(STAGES)]))
-            yield put("no such stage", replace(t, stage="send"))
-            yield put("empty", replace(t, segments=t.segments[:0]))
-            yield put("segment dropped", replace(t, segments=t.segments[:-1]))
-            yield put("segment twice", replace(t, segments=np.concatenate([t.segments, t.segments[-1:]])))
+            yield put("wrong peer", structs.replace(t, peer=(t.peer + 1) % num_workers))
+            yield put("no such peer", structs.replace(t, peer=num_workers))
+            yield put("wrong stage", structs.replace(t, stage=STAGES[(STAGES.index(t.stage) + 1) % len(STAGES)]))
+            yield put("no such stage", structs.replace(t, stage="send"))
+            yield put("empty", structs.replace(t, segments=t.segments[:0]))
+            yield put("segment dropped", structs.replace(t, segments=t.segments[:-1]))
+            yield put("segment twice", structs.replace(t, segments=np.concatenate([t.segments, t.segments[-1:]])))
             if len(t.segments) > 1:
-                yield put("segments in another order", replace(t, segments=t.segments[::-1]))
+                yield put("segments in another order", structs.replace(t, segments=t.segments[::-1]))
             for field in t.segments.dtype.names:
                 for step in (64, -64) if field != "route" else (1, -1):
                     segments = t.segments.copy()
                     segments[field][0] += step
-                    yield put(f"segment {field} off", replace(t, segments=segments))
+                    yield put(f"segment {field} off", structs.replace(t, segments=segments))
             if k + 1 < len(program.rounds):
                 moved = _changed("", program, k, **{side: others}).program
                 later = (*getattr(program.rounds[k + 1], side), t)
@@ -98,11 +99,13 @@ def _of_transfers(program: WorkerProgram, k: int, num_workers: int) -> Iterator[
     for i, post in enumerate(program.rounds[k].posts):
         others = program.rounds[k].posts[:i] + program.rounds[k].posts[i + 1 :]
         for kind, after in _wrong_afters(post.after, num_workers):
-            yield _changed(f"post: {kind}", program, k, posts=(*others, replace(post, after=after)))
+            yield _changed(f"post: {kind}", program, k, posts=(*others, structs.replace(post, after=after)))
         for source in ("send", *STAGES):
             if source != post.source:
-                yield _changed(f"post: from slot {source}", program, k, posts=(*others, replace(post, source=source)))
-                moved = replace(post, source=source, after=tuple((source, w) for _, w in post.after))
+                yield _changed(
+                    f"post: from slot {source}", program, k, posts=(*others, structs.replace(post, source=source))
+                )
+                moved = structs.replace(post, source=source, after=tuple((source, w) for _, w in post.after))
                 yield _changed(f"post: from and after slot {source}", program, k, posts=(*others, moved))
 
 

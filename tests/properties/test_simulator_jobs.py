@@ -302,6 +302,15 @@ def test_rounds_in_the_middle_stand_for_all_rounds_of_a_real_deployment() -> Non
     assert full.ratio_to_t_min <= 1.08
 
 
+@pytest.mark.parametrize(("name", "most"), [("moonlight-16b", 1.08), ("qwen3-30b-a3b", 1.06), ("qwen3-32b", 1.06)])
+def test_a_real_deployment_is_updated_in_little_more_than_the_least_time(name: str, most: float) -> None:
+    job = preset(name)
+    plan = make_plan(job.spec, job.topology, job.maps, options=PlanOptions(slot_bytes=job.slot_bytes))
+    result = simulate(plan, lower_job(plan, job.spec, job.maps))
+    assert plan.bounds.t_min_seconds < result.ewtt_seconds <= most * plan.bounds.t_min_seconds
+    assert not result.extrapolated
+
+
 def test_a_plan_of_one_level_under_fair_sharing_takes_twice_as_long() -> None:
     """The control: the simulator sees contention where there is some.
 

@@ -6,7 +6,8 @@ import pytest
 from tests.unit.plan_cases import rollout, topology, trainer
 
 from weightbridge.plan.bound import certified, t_min_seconds
-from weightbridge.plan.flow import Network, solve
+from weightbridge.plan.flow import solve
+from weightbridge.plan.network import Network
 from weightbridge.plan.plan import ReplicaClass
 
 MB = 1 << 20

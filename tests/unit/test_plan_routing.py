@@ -9,8 +9,9 @@ from tests.unit.plan_cases import everything, rollout, rows, spec_of, takes, top
 
 from weightbridge.plan import PlanOptions, make_plan, verify_plan
 from weightbridge.plan.filling import Crumbs, Item, cut_points, fill
-from weightbridge.plan.flow import Network, solve
+from weightbridge.plan.flow import solve
 from weightbridge.plan.links import link_use
+from weightbridge.plan.network import Network
 from weightbridge.plan.pools import pools
 
 EXACT = Crumbs(alignment=64, whole_bytes=0, exact_bytes=0.0)
@@ -27,6 +28,16 @@ def test_items_are_laid_end_to_end_over_the_workers():
 def test_choosy_items_come_first_and_the_choosiest_of_them():
     items = [Item(nbytes=640), Item(nbytes=640, wanted=(1, 2)), Item(nbytes=640, wanted=(1,))]
     assert fill(items, {1: 640.0, 2: 640.0, 3: 640.0}, EXACT) == [[(3, 640)], [(2, 640)], [(1, 640)]]
+
+
+def test_an_item_goes_to_whom_it_likes_while_there_is_room():
+    items = [Item(nbytes=640, liked=(2,)), Item(nbytes=640, liked=(2, 3)), Item(nbytes=320)]
+    assert fill(items, {1: 640.0, 2: 960.0, 3: 0.0}, EXACT) == [[(2, 640)], [(2, 320), (1, 320)], [(1, 320)]]
+
+
+def test_liking_does_not_take_the_room_of_the_choosy():
+    items = [Item(nbytes=640, liked=(2,)), Item(nbytes=640, wanted=(2,))]
+    assert fill(items, {1: 640.0, 2: 640.0}, EXACT) == [[(1, 640)], [(2, 640)]]
 
 
 def test_a_choosy_item_without_room_goes_on_elsewhere():
@@ -257,3 +268,16 @@ def test_the_table_of_links_counts_what_crosses_them():
     assert found == wanted
     assert wanted["f/0", "in"] == wanted["c", "in"] == wanted["e/0", "in"] == 800
     assert links.seconds(sizes).max() == pytest.approx(800 / 5e8) == plan.bounds.busiest_link_seconds
+
+
+def test_what_anybody_may_take_goes_where_its_sender_sends_anyhow():
+    """Each of four trainers holds one expert, which one worker needs, and all hold what every worker needs: four pairs do."""
+    spec = spec_of(*[(900, 257)] * 4, (1790, 300))
+    maps = [takes(spec, (i,), (4,)) for i in range(4)] * 2
+    workers = [trainer(i, "t", 1e9) for i in range(4)] + [rollout("e", i, "n", 1e9) for i in range(4)]
+    plan = make_plan(spec, topology(*workers), maps, options=PlanOptions(slot_bytes=1 << 20, alignment=64))
+    facts = verify_plan(plan, spec, maps)
+    assert {(src, dst) for src, dst, _ in edges(plan)} == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert facts.max_out_pairs == 1
+    out = per_worker(plan, 0)
+    assert max(out[t] for t in range(4)) <= min(out[t] for t in range(4)) * 1.001

@@ -343,7 +343,7 @@ def test_a_map_that_takes_one_element_twice_is_counted_once(exact_numel):
 
 def test_the_class_record_is_what_the_mutations_change(case):
     assert isinstance(case.plan.classes[0], ReplicaClass)
-    from weightbridge.plan.flow import Network
+    from weightbridge.plan.network import Network
 
     net = Network(topology=case.topology, classes=case.plan.classes)
     assert busiest_link_seconds(net, case.plan.routes, case.plan.hops) == case.plan.bounds.busiest_link_seconds

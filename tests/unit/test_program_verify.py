@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.unit.program_cases import house, with_round
 
 from weightbridge.checkpoint.dtypes import dtype_named
@@ -113,7 +114,7 @@ def test_a_reader_that_reads_nothing_would_be_waited_for_for_ever() -> None:
 def test_a_forward_that_does_not_wait_for_its_bytes_is_refused() -> None:
     program = house()[2][2]
     posts = program.rounds[0].posts
-    hasty = with_round(program, 0, posts=(replace(posts[0], after=()), *posts[1:]))
+    hasty = with_round(program, 0, posts=(structs.replace(posts[0], after=()), *posts[1:]))
     refused_alone(hasty, "round 0", "is after []")
     refused_together(hasty, "slot 'receive' of a/0 is read", "round 0 before trainer/0 has written it")
 
@@ -136,7 +137,8 @@ def test_programs_that_wait_in_a_circle_are_refused() -> None:
         other = {2: 5, 5: 2}.get(program.worker)
         if other is not None:
             posts = tuple(
-                replace(p, after=(("exchange", other),)) if p.peer == other else p for p in program.rounds[k].posts
+                structs.replace(p, after=(("exchange", other),)) if p.peer == other else p
+                for p in program.rounds[k].posts
             )
             program = with_round(program, k, posts=posts)
         looped.append(program)
@@ -155,7 +157,7 @@ def test_a_segment_that_differs_from_the_plan_is_refused(worker: int, side: str,
     transfers = list(getattr(program.rounds[k], side))
     segments = transfers[0].segments.copy()
     segments[field][-1] += 64 if field != "route" else 1
-    wrong = with_round(program, k, **{side: (replace(transfers[0], segments=segments), *transfers[1:])})
+    wrong = with_round(program, k, **{side: (structs.replace(transfers[0], segments=segments), *transfers[1:])})
     refused_alone(wrong, f"round {k}")
     refused_together(wrong, f"round {k}", "differs at its two ends")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.unit.program_cases import house, twins, with_round
 
 from weightbridge.errors import InternalError
@@ -94,7 +95,7 @@ def test_a_write_changed_at_both_of_its_ends_is_refused() -> None:
             segments = t.segments.copy()
             if t.stage == post.stage and t.peer == (post.peer if side == "posts" else 2):
                 segments["remote_offset"] += 64
-            found.append(replace(t, segments=segments))
+            found.append(structs.replace(t, segments=segments))
         changed[worker] = with_round(programs[worker], 0, **{side: tuple(found)})
     refused(house, changed, "round 0", "'a/0'")
 

@@ -14,10 +14,11 @@ larger messages."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """nbytes: of a stream. wanted: the workers that should take it; empty where anybody may."""
+    """nbytes: of a stream. wanted: the workers that should take it; empty where anybody may. liked: those to try first then."""
 
     nbytes: int
     wanted: tuple[int, ...] = ()
+    liked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,9 @@ class Crumbs:
 def fill(items: Sequence[Item], room: dict[int, float], crumbs: Crumbs) -> list[list[tuple[int, int]]]:
     """Per item the (worker, bytes) that make it up, in the order of its stream. `room` is used up.
 
-    First the items that only some should take, the choosiest first, into the room of those; then everything else, end to
-    end over the workers in the order of `room`. All items are laid, also where the room is too little.
+    First the items that only some should take, the choosiest first, into the room of those; then everything else, with those
+    who are liked while they have room and end to end over the workers in the order of `room`. All items are laid, also where
+    the room is too little.
     """
     found: list[list[tuple[int, int]]] = [[] for _ in items]
     full = dict(room)
@@ -59,7 +61,13 @@ def fill(items: Sequence[Item], room: dict[int, float], crumbs: Crumbs) -> list[
                 rest.append((i, left))
                 break
             left -= _lay(found[i], room, min(able, key=lambda w: (room[w] >= full[w], w)), left, crumbs)
-    rest = sorted(rest + [(i, item.nbytes) for i, item in enumerate(items) if not item.wanted])
+    for i, item in enumerate(items):
+        if not item.wanted:
+            left = item.nbytes
+            while left > crumbs.whole_bytes and (able := [w for w in item.liked if room.get(w, 0.0) > crumbs.of(left)]):
+                left -= _lay(found[i], room, able[0], left, crumbs)
+            rest += [(i, left)] if left else []
+    rest.sort()
     order, at = list(room), 0
     for i, left in rest:
         if items[i].nbytes <= crumbs.whole_bytes:

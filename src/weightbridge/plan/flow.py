@@ -24,7 +24,7 @@ import numpy.typing as npt
 from weightbridge.plan.linear import FloatArray, Int64Array, Rows, minimise
 from weightbridge.plan.network import Network
 
-__all__ = ["Flow", "Network", "solve"]
+__all__ = ["Flow", "solve"]
 
 _SLACK = 1e-7  # relative room the second LP leaves around the first optimum, above the solver's tolerances
 _NOISE = 1e-9  # share of a class below which a flow is rounding of the solver's

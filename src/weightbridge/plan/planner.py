@@ -11,7 +11,8 @@ from weightbridge.layout.correspondence import Correspondence
 from weightbridge.layout.source_map import SourceMap
 from weightbridge.plan.bound import certified
 from weightbridge.plan.classes import classify
-from weightbridge.plan.flow import Network, solve
+from weightbridge.plan.flow import solve
+from weightbridge.plan.network import Network
 from weightbridge.plan.overlay import overlay
 from weightbridge.plan.plan import Plan
 from weightbridge.plan.rounds import SEGMENT_ALIGNMENT_BYTES, fit_rounds

@@ -20,8 +20,9 @@ from weightbridge.plan.network import Network
 
 __all__ = ["Block", "Pool", "pools"]
 
-_LESS = 1 / 8
-"""A node's first copies may be this much fewer than the LP's: the other stage carries them, so its slots fill up sooner."""
+_MORE = 1 / 16
+"""A node may get fewer first copies than the LP's if what it gets from other nodes instead grows by no more than this share:
+the slots of that stage fill up sooner, so there are as many more rounds."""
 
 _NOISE = 1e-9
 
@@ -93,10 +94,12 @@ def _concentrated(net: Network, given: list[Pool]) -> list[Pool]:
     rows, first = row_of[at], np.ones(len(keys))
     equal = Rows.of([(of, column, first)], (len(given), len(keys)))
     forward, enter = Rows.of([(rows, column, copies)], shape), Rows.of([(rows, column, -first)], shape)
+    first_copies = np.bincount(rows, weights=now, minlength=len(nodes))
+    others = np.array([net.ingress_bytes[v] for v in nodes], dtype=np.float64) - first_copies
     limits = np.concatenate(
         [
             np.bincount(rows, weights=copies * now, minlength=len(nodes)),
-            np.bincount(rows, weights=now, minlength=len(nodes)) * -(1 - _LESS),
+            -np.maximum(first_copies - others * _MORE, 0.0),
         ]
     )
     totals = np.bincount(of, weights=now, minlength=len(given))

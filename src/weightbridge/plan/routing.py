@@ -97,24 +97,36 @@ class _Router:
 
     def network_routes(self) -> list[_Route]:
         """Routes from trainers to their entry workers, without copies."""
-        entries: dict[int, list[tuple[int, Stream]]] = {}
-        for pool in pools(self.net, self.flow, self.alignment):
-            for block, stream in self._pooled(pool):
-                entries.setdefault(block.class_id, []).append((block.place, stream))
-        found = []
-        for c, streams in entries.items():
-            found += self._joined(c, self._senders(c), [part for _, stream in sorted(streams) for part in stream])
-        return found
+        found = pools(self.net, self.flow, self.alignment)
+        blocks: dict[int, list[Block]] = {}
+        for pool in found:
+            for block in pool.members:
+                blocks.setdefault(block.class_id, []).append(block)
+        sent = {c: self._sent(c, sorted(of_class, key=lambda block: block.place)) for c, of_class in blocks.items()}
+        return [route for pool in found for route in self._pooled(pool, sent)]
 
-    def _pooled(self, pool: Pool) -> list[tuple[Block, Stream]]:
-        """Each member of a pool, with its (entry worker, bytes)."""
+    def _pooled(self, pool: Pool, sent: dict[int, dict[int, list[_Route]]]) -> list[_Route]:
+        """The routes of a pool with entry workers. sent: class -> place of a block -> its parts by sender.
+
+        A sender's part that any worker may take goes to one that gets from this sender anyhow, if it can: the fewer senders
+        share a worker's link, the less their rounds meet there.
+        """
         nodes = tuple(pool.into)
         room = {w: n for v in nodes for w, n in self._shares(v, pool.into[v]).items()}
         # laid end to end, classes of one sender together, so that a sender meets few workers
         members = sorted(pool.members, key=lambda block: (self._most(block.class_id), block.class_id, block.place))
-        items = [Item(nbytes=block.nbytes, wanted=self._wanted(block.class_id, nodes)) for block in members]
+        parts = [part for block in members for part in sent[block.class_id][block.place]]
+        wanted = [self._wanted(part.class_id, nodes) for part in parts]
+        known: dict[int, dict[int, None]] = {}
+        for part, workers in zip(parts, wanted, strict=True):
+            known.setdefault(part.sender, {}).update(dict.fromkeys(workers))
+        items = [
+            Item(nbytes=part.nbytes, wanted=workers, liked=tuple(known[part.sender]))
+            for part, workers in zip(parts, wanted, strict=True)
+        ]
         crumbs = self._crumbs(min(self._ingress[w] for w in room), len(room))
-        return list(zip(members, fill(items, room, crumbs), strict=True))
+        filled = zip(parts, fill(items, room, crumbs), strict=True)
+        return [replace(route, entry=worker) for part, stream in filled for route, worker in part.cut(stream)]
 
     def _most(self, c: int) -> int:
         """The trainer that sends most of a class."""
@@ -130,18 +142,19 @@ class _Router:
         ends = cut_points([amount for _, amount in leave], nbytes, self.alignment)
         return [(t, hi - lo) for (t, _), lo, hi in zip(leave, [0, *ends], ends, strict=False)]
 
-    def _joined(self, c: int, senders: Stream, entries: Stream) -> list[_Route]:
-        """Both cuts of a stream laid over each other; a sender's cut moves by a crumb where that saves a route."""
-        ends, sends = ([0, *accumulate(n for _, n in stream)] for stream in (entries, senders))
+    def _sent(self, c: int, blocks: list[Block]) -> dict[int, list[_Route]]:
+        """Per place of a block its parts by sender, without entry workers. A cut moves by a crumb where that saves a part."""
+        senders = self._senders(c)
+        ends, sends = ([0, *accumulate(sizes)] for sizes in ([b.nbytes for b in blocks], [n for _, n in senders]))
         for i, (t, _) in enumerate(senders[:-1], start=1):
             near = min(ends, key=lambda end: abs(end - sends[i]))
             if abs(near - sends[i]) <= self._leave_crumbs[t].of(self.net.classes[c].nbytes):
                 sends[i] = near
-        cuts = sorted({*ends, *sends})
-        return [
-            _Route(c, lo, hi, senders[bisect(sends, lo) - 1][0], entries[bisect(ends, lo) - 1][0])
-            for lo, hi in pairwise(cuts)
-        ]
+        found: dict[int, list[_Route]] = {}
+        for lo, hi in pairwise(sorted({*ends, *sends})):
+            place = blocks[bisect(ends, lo) - 1].place
+            found.setdefault(place, []).append(_Route(c, lo, hi, senders[bisect(sends, lo) - 1][0], -1))
+        return found
 
     # --- onward -------------------------------------------------------------------------------------------------------
 

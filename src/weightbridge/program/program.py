@@ -1,7 +1,8 @@
 """Program: what one worker does in each round, with every offset final. Data only.
 
 Lowered from a Plan and the worker's own SourceMap by `program/lower.py`, checked by `program/verify.py`, replayed by the
-machine and the executor. It serialises (`program/wire.py`) and has a digest.
+machine and the executor. Posts and awaits are structs of msgspec, because a large job has millions: these cost a tenth of a
+frozen dataclass, and nothing to the garbage collector. It serialises (`program/wire.py`) and has a digest.
 
 Memory of a worker: *slots*. A slot is named by its stage: "send" on a trainer (packed bytes wait there), and one per entry
 of `plan.STAGES` on a rollout (bytes arrive there). Each has `num_slots` copies used in turn: round k uses copy
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -112,8 +114,7 @@ class SlotSpec:
         return self.arena_offset + (round_ % self.num_slots) * self.capacity_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Post:
+class Post(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Write `segments` from the local slot `source` into slot `stage` of worker `peer`, then tag it.
 
     For a forward, `after` names the awaits (stage, peer) of the same round whose bytes it passes on.
@@ -130,8 +131,7 @@ class Post:
         return int(self.segments["capacity_bytes"].sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Await:
+class Await(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Bytes of slot `stage` that worker `peer` will write and tag in this round. segments: as the writer's Post has them."""
 
     stage: str
