@@ -15,7 +15,7 @@ from weightbridge.plan.topology import NodeGroup, Role, Topology, Worker
 __all__ = ["MAX_PLAN_BYTES", "decode_plan", "encode_plan"]
 
 MAX_PLAN_BYTES = 1 << 30
-_FORMAT = 1
+_FORMAT = 2
 _INT64 = np.dtype("<i8")
 
 
