@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/constraints.txt $(wildcard setup.py) \
     $(wildcard src/weightbridge/kernels/*.c src/weightbridge/kernels/*.h src/weightbridge/kernels/*build*.py)
 
-.PHONY: demo test test-unit test-integration test-megatron test-sglang test-vllm lint format bench clean help
+.PHONY: demo test test-unit test-integration test-megatron test-sglang test-transports test-vllm lint format bench bench-cluster clean help
 
 help:
 	@echo "make demo              real weights, two trainers, two engines; ARGS=--json for one JSON document"
@@ -23,10 +23,12 @@ help:
 	@echo "make test-integration  the slow tests with real engines"
 	@echo "make test-megatron     megatron-core's GPTModel in an environment of its own (.venvs/megatron)"
 	@echo "make test-sglang       SGLang's Qwen3-MoE class in an environment of its own (.venvs/sglang)"
+	@echo "make test-transports   the transports nixl and mooncake over loopback, in an environment of their own (.venvs/transports)"
 	@echo "make test-vllm         updates into real vLLM engines on CPU, in an environment of its own (.venvs/vllm, 3.6 GB)"
 	@echo "make lint              ruff, mypy --strict, import contracts"
 	@echo "make format            let ruff rewrite"
 	@echo "make bench             the benchmarks; ARGS=name for one"
+	@echo "make bench-cluster     the emulated cluster (root; about an hour), tables and plots into docs; ARGS=scenarios for some"
 	@echo "make clean             remove .venv, caches and build products"
 
 $(STAMP): $(SETUP_INPUTS)
@@ -60,6 +62,15 @@ test-megatron: $(STAMP) .venvs/megatron/.installed
 test-sglang: $(STAMP) .venvs/sglang/.installed
 	@$(BIN)/python -m pytest tests/integration/test_real_loaders_sglang.py --timeout=600 $(PYTEST_ARGS)
 
+# The packages of the transports nixl and mooncake; the library itself is run from src.
+.venvs/transports/.installed: requirements/constraints.txt scripts/setup_transports.sh
+	@PYTHON="$(PYTHON)" bash scripts/setup_transports.sh
+	@touch $@
+
+test-transports: $(STAMP) .venvs/transports/.installed
+	@OMP_NUM_THREADS=1 .venvs/transports/bin/python -m pytest tests/conformance/test_transport_nixl.py \
+	    tests/conformance/test_transport_mooncake.py --timeout=120 $(PYTEST_ARGS)
+
 VLLM := .venvs/vllm
 
 $(VLLM)/.installed: scripts/setup_vllm.sh $(SETUP_INPUTS)
@@ -81,6 +92,10 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	@bash scripts/bench.sh $(BIN)/python $(ARGS)
+
+# With Mooncake's transfer engine as one of the methods; without its environment that method is left out.
+bench-cluster: $(STAMP) .venvs/transports/.installed
+	@bash scripts/bench_cluster.sh $(BIN)/python $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venvs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bench.sh PYTHON [NAME]: runs benchmarks/NAME.py, or all of them one after the other.
+# bench.sh PYTHON [NAME]: runs benchmarks/NAME.py or benchmarks/NAME/, or all files one after the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="$1"
@@ -7,8 +7,8 @@ shift
 if [ $# -gt 0 ]; then
     name="$1"
     shift
-    if [ ! -f "benchmarks/$name.py" ]; then
-        echo "no benchmark $name; there are: $(cd benchmarks 2>/dev/null && ls ./*.py | sed 's,^\./,,; s,\.py$,,' | tr '\n' ' ')" >&2
+    if [ ! -f "benchmarks/$name.py" ] && [ ! -f "benchmarks/$name/__main__.py" ]; then
+        echo "no benchmark $name; there are: $(cd benchmarks 2>/dev/null && ls ./[!_]*.py ./*/__main__.py | sed 's,^\./,,; s,/__main__\.py$,,; s,\.py$,,' | tr '\n' ' ')" >&2
         exit 2
     fi
     exec "$python" -m "benchmarks.$name" "$@"

@@ -23,6 +23,7 @@ from tests import toy_programs as toy
 
 from weightbridge.deployments import preset
 from weightbridge.executor.executor import Executor
+from weightbridge.executor.observation import Observe
 from weightbridge.kernels.base import Buffer
 from weightbridge.kernels.reference import ReferenceKernels
 from weightbridge.machine import Assemble, Decode, Finished, Pack, PostWrites, Released, Signal
@@ -166,11 +167,15 @@ def executed(seed: int) -> list[list[object]]:
     live = [job.live(w, checkpoint if w in job.topology.trainers else None) for w in range(len(workers))]
     traces: list[list[object]] = [[] for _ in workers]
     errors: list[BaseException] = []
+
+    def told(w: int) -> Observe:
+        return lambda seen: traces[w].append(seen.what)
+
     with ExitStack() as stack:
         executors = [
             Executor(
                 workers=workers, program=p, kernels=ReferenceKernels(),
-                identity=Identity(worker=workers[w].name, session=f"trace-{seed}"), observe=traces[w].append,
+                identity=Identity(worker=workers[w].name, session=f"trace-{seed}"), observe=told(w),
             )
             for w, p in enumerate(programs)
         ]  # fmt: skip

@@ -102,4 +102,6 @@ def test_the_metrics_page_lists_the_fields_of_a_report() -> None:
 
 def test_the_benchmark_page_lists_every_benchmark() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", _page("benchmarks.md"), flags=re.MULTILINE)
-    assert sorted(rows) == sorted(f.stem for f in (ROOT / "benchmarks").glob("[!_]*.py"))
+    files = [f.stem for f in (ROOT / "benchmarks").glob("[!_]*.py")]
+    packages = [f.parent.name for f in (ROOT / "benchmarks").glob("*/__main__.py")]
+    assert sorted(rows) == sorted([*files, *packages])

@@ -14,50 +14,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernel_cases import SIZES, buffer_of, copies, random_bytes, row
 
 from weightbridge import kernels
 from weightbridge.errors import UsageError
-from weightbridge.kernels import Buffer, NativeKernels, ReferenceKernels, choose_kernels, copy_writes
+from weightbridge.kernels import NativeKernels, ReferenceKernels, choose_kernels, copy_writes
 from weightbridge.kernels.native import load_native
-from weightbridge.program.program import DESCRIPTOR, MAX_AXES, Op
+from weightbridge.program.program import DESCRIPTOR, Op
 
 NATIVE = load_native() is not None
 IMPLEMENTATIONS = [
     ReferenceKernels,
     pytest.param(NativeKernels, marks=pytest.mark.skipif(not NATIVE, reason="not built")),
 ]
-SIZES = {
-    Op.F32_TO_BF16: (4, 2),
-    Op.BF16_TO_F32: (2, 4),
-    Op.F32_TO_F16: (4, 2),
-    Op.F16_TO_F32: (2, 4),
-    Op.BF16_TO_F16: (2, 2),
-    Op.F16_TO_BF16: (2, 2),
-    Op.F64_TO_F32: (8, 4),
-    Op.F32_TO_F64: (4, 8),
-    Op.F64_TO_BF16: (8, 2),
-    Op.BF16_TO_F64: (2, 8),
-    Op.F64_TO_F16: (8, 2),
-    Op.F16_TO_F64: (2, 8),
-}
-
-
-def buffer_of(array: np.ndarray) -> Buffer:
-    return Buffer(array.ctypes.data, array.nbytes)
-
-
-def row(
-    count, src_stride, dst_stride, *, src_offset=0, dst_offset=0, op=Op.COPY, itemsize=2, src_buffer=0, dst_buffer=0
-):
-    out = np.zeros(1, dtype=DESCRIPTOR)
-    pad = MAX_AXES - len(count)
-    out["count"] = [1] * pad + list(count)
-    out["src_stride"] = [0] * pad + list(src_stride)
-    out["dst_stride"] = [0] * pad + list(dst_stride)
-    for name, value in (("src_offset", src_offset), ("dst_offset", dst_offset), ("op", op), ("itemsize", itemsize),
-                        ("src_buffer", src_buffer), ("dst_buffer", dst_buffer)):  # fmt: skip
-        out[name] = value
-    return out
 
 
 def run(implementation, table, sources, destinations):
@@ -65,10 +34,6 @@ def run(implementation, table, sources, destinations):
         implementation = implementation()
     prepared = implementation.prepare(table, [buffer_of(s) for s in sources], [buffer_of(d) for d in destinations])
     assert implementation.launch(prepared).done()
-
-
-def random_bytes(nbytes, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -124,35 +89,6 @@ def test_rows_use_their_own_buffers_and_leave_all_other_bytes_alone(implementati
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_empty_table(implementation):
     run(implementation, np.zeros(0, DESCRIPTOR), [], [])
-
-
-@st.composite
-def copies(draw):
-    """A row and the sizes it needs; destination elements are laid out in a shuffled axis order with gaps, so disjoint."""
-    op = draw(st.sampled_from([Op.COPY] * 4 + list(SIZES)))
-    src_size = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 12, 64])) if op == Op.COPY else SIZES[op][0]
-    dst_size = src_size if op == Op.COPY else SIZES[op][1]
-    axes = draw(st.integers(1, MAX_AXES))
-    count = [draw(st.sampled_from([1, 1, 2, 3, 5, 9, 17, 40] if axes < 4 else [1, 2, 3])) for _ in range(axes)]
-    if draw(st.integers(0, 19)) == 0:
-        count[draw(st.integers(0, axes - 1))] = 0
-
-    def layout(size, broadcast):
-        stride, at = [0] * axes, size
-        for axis in draw(st.permutations(range(axes))):
-            if broadcast and draw(st.integers(0, 9)) == 0:
-                continue
-            step = at + draw(st.sampled_from([0, 0, 0, 1, 6]))
-            stride[axis] = step * draw(st.sampled_from([1, 1, -1]))
-            at = step * max(count[axis] - 1, 0) + at
-        low = sum(min(s * max(c - 1, 0), 0) for s, c in zip(stride, count, strict=True))
-        offset = draw(st.integers(0, 9))
-        return stride, offset - low, at + offset
-
-    src_stride, src_offset, src_bytes = layout(src_size, broadcast=True)
-    dst_stride, dst_offset, dst_bytes = layout(dst_size, broadcast=False)
-    out = row(count, src_stride, dst_stride, src_offset=src_offset, dst_offset=dst_offset, op=op, itemsize=src_size)
-    return out, src_bytes, dst_bytes
 
 
 @pytest.mark.skipif(not NATIVE, reason="not built")
@@ -342,13 +278,20 @@ def test_other_arrays_are_no_tables(implementation):
 
 def test_choose_by_name():
     assert choose_kernels("reference").name == "reference"
-    with pytest.raises(UsageError, match="'cuda' are not known"):
+    with pytest.raises(UsageError, match="'cuda' are not known; known are 'native', 'reference' and 'triton'"):
         choose_kernels("cuda")
     if NATIVE:
         assert choose_kernels().name == "native"
         assert choose_kernels("native").name == "native"
         with pytest.raises(UsageError, match="num_threads is 0"):
             NativeKernels(0)
+
+
+def test_triton_kernels_without_triton_say_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "weightbridge.kernels.triton_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", None)
+    with pytest.raises(UsageError, match=r"Triton kernels cannot be used: .*; install weightbridge-rl\[gpu\]"):
+        choose_kernels("triton")
 
 
 def test_fallback_warns_once(monkeypatch):

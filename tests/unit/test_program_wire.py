@@ -75,7 +75,10 @@ def test_the_order_of_posts_travels_with_the_program(programs) -> None:
     [
         (lambda f: f.__setitem__(0, 99), "wire version 99"),
         (lambda f: f.__setitem__(1, -1), "cannot be read"),
-        (lambda f: f.__setitem__(7, "newest_round_first"), "ordered by 'newest_round_first', expected one of oldest_round"),
+        (
+            lambda f: f.__setitem__(7, "newest_round_first"),
+            "ordered by 'newest_round_first', expected one of oldest_round",
+        ),
         (lambda f: f.__setitem__(7, "as_ready"), "damaged"),
         (lambda f: f.__setitem__(8, "0" * 32), "damaged"),
         (lambda f: f[3][0].__setitem__(1, -64), "cannot be read"),

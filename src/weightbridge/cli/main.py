@@ -30,6 +30,7 @@ from weightbridge.cli.demo.launcher import (
     DemoOptions,
     run_demo,
 )
+from weightbridge.cli.doctor import doctor
 from weightbridge.cli.explain import explanation
 from weightbridge.cli.failures import FAILURE, INTERRUPTED, guarded, report_failure
 from weightbridge.cli.plan import plan
@@ -167,7 +168,7 @@ def explain(
     raise typer.Exit(guarded(run, as_json=False, debug=debug))
 
 
-for _command in (plan, simulate, study):
+for _command in (plan, simulate, study, doctor):
     app.command()(_command)
 
 

@@ -6,6 +6,7 @@ user code and never blocks on anything but its socket.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -26,6 +27,7 @@ __all__ = ["ControlThread"]
 _POLL_SECONDS = 0.25
 _LINGER_MS = 2000
 _HELLO_SECONDS = 1.0
+_LOG = logging.getLogger(__name__)
 
 
 class ControlThread:
@@ -174,8 +176,9 @@ class ControlThread:
         elif kind == b"M" and self._channel is not None:
             try:
                 message = w.decode(self._channel.open(body))
-            except TransportError:
-                return  # not from the hub: as if it had not come
+            except TransportError as error:  # not from the hub: as if it had not come
+                _LOG.warning("%s ignores a frame from %s: %s", self._join.worker, self._endpoint, error.message)
+                return
             self._last_heard = time.monotonic()
             self._message(message)
 

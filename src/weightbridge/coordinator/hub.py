@@ -6,6 +6,7 @@ b"M" sealed message, b"X" (hub could not authenticate the dialler).
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
 import threading
@@ -29,6 +30,7 @@ __all__ = ["Hub"]
 _TICK_SECONDS = 0.05
 _LINGER_MS = 2000
 _MAX_GUESTS = 4096  # strangers cost memory: beyond this the oldest is forgotten
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,11 @@ class Hub:
         """Everything that has come in. A frame that is not understood costs its sender the answer and nobody else."""
         with suppress(zmq.Again):
             while True:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 if len(parts) == 2:
-                    self._frame(parts[0], parts[1])
+                    self._frame(parts[0].bytes, parts[1].bytes, parts[1])
 
-    def _frame(self, connection: bytes, frame: bytes) -> None:
+    def _frame(self, connection: bytes, frame: bytes, origin: zmq.Frame) -> None:
         kind, body = frame[:1], frame[1:]
         if kind == b"H" and len(body) == NONCE_BYTES:
             self._hello(connection, body)
@@ -124,7 +126,9 @@ class Hub:
             return
         try:
             message = w.decode(channel.open(body))
-        except TransportError:
+        except TransportError as error:
+            who = self._workers.get(connection, "a stranger")
+            _LOG.warning("refused a frame of %s from %s: %s", who, origin.get("Peer-Address"), error.message)
             if self._guests.pop(connection, None) is not None:
                 self._socket.send_multipart([connection, b"X"])
             return
@@ -167,6 +171,7 @@ class Hub:
                     self._connections[worker] = connection
                     self._send(connection, welcome)
                 case s.Refuse(connection=connection, message=rejected):
+                    _LOG.warning("did not let a worker in: %s", rejected.reason)
                     self._send(connection, rejected)
                 case s.MakePlan():
                     threading.Thread(target=self._plan, args=(instruction,), name="wb-planner", daemon=True).start()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from weightbridge.errors import UsageError
+from weightbridge.executor.observation import Observe
+from weightbridge.transports.selection import check_kinds
 
 __all__ = ["Group", "Options", "check_endpoint", "rank_and_size"]
 
@@ -28,6 +30,9 @@ class Options:
 
     token: shared secret; needed as soon as anything but loopback is used. Never logged.
     data_host: address this worker's data connections listen on; peers dial it.
+    transports: kinds to use between nodes, the preferred one first: "tcp", "nixl", "mooncake". A pair of workers uses the first
+        that works at both; inside a node it is always shared memory.
+    trusted_network: every machine on the network may be trusted: needed by transports whose ports no token protects.
     bandwidth: bytes per second of this worker's network link, each direction; the planner balances by it.
     slot_bytes: memory of one slot; a worker holds two per direction.
     window: polls an engine worker may still make after it is asked for an update, W of the step agreement.
@@ -44,10 +49,13 @@ class Options:
     connect_timeout_seconds: for everybody to join, and again for each phase of connecting. update_timeout_seconds: for one
         version. heartbeat_timeout_seconds: silence after which a worker counts as lost.
     codec: how segments travel; "identity" is dense.
+    observe: told of every step of this worker's data plane, with the time: for traces. See executor.Observe for its duties.
     """
 
-    token: bytes = b""
+    token: bytes = field(default=b"", repr=False)
     data_host: str = "127.0.0.1"
+    transports: tuple[str, ...] = ("tcp",)
+    trusted_network: bool = False
     bandwidth: float = 1.25e9
     slot_bytes: int = 32 << 20
     window: int = 2
@@ -63,8 +71,10 @@ class Options:
     heartbeat_seconds: float = 1.0
     heartbeat_timeout_seconds: float = 15.0
     codec: str = "identity"
+    observe: Observe | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self.transports)
         positive = ("bandwidth", "slot_bytes", "connect_timeout_seconds", "update_timeout_seconds", "heartbeat_seconds")
         for name in positive:
             if getattr(self, name) <= 0:

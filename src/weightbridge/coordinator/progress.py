@@ -42,6 +42,7 @@ class ProgressThread:
         self._failed = failed
         self._session = 0
         self._source_map: SourceMap | None = None
+        self._live: tuple[Buffer, ...] = ()
         self._plan: Plan | None = None
         self._executor: Executor | None = None
         self._counted = NetworkBytes(0, 0)
@@ -70,10 +71,11 @@ class ProgressThread:
     def plan(self) -> Plan | None:
         return self._plan
 
-    def welcome(self, session: int, source_map: SourceMap) -> None:
-        """Called by the thread that probed, before the map is handed in."""
+    def welcome(self, session: int, source_map: SourceMap, live: tuple[Buffer, ...]) -> None:
+        """Called by the thread that probed, before the map is handed in. live: where the live tensors lay then."""
         self._session = session
         self._source_map = source_map
+        self._live = live
 
     # --- connect ----------------------------------------------------------------------------------------------------------
 
@@ -92,14 +94,18 @@ class ProgressThread:
             kernels=choose_kernels(self._options.kernels),
             identity=Identity(worker=self._worker, session=str(self._session), token=self._options.token),
             host=self._options.data_host,
+            transports=self._options.transports,
+            trusted_network=self._options.trusted_network,
             deadline_seconds=self._options.heartbeat_timeout_seconds,
+            observe=self._options.observe,
         )
         self._post(w.ProgramReady(plan_digest=plan.digest, endpoint=_to_wire(self._executor.endpoint)))
 
     def connect(self, attempt: int, peers: Mapping[str, w.PeerEndpoint]) -> None:
-        """Join with all peers."""
+        """Join with all peers and bind the kernels, which touches no tensor: an update finds them bound if none moved."""
         executor, plan = self._ready()
         executor.connect({plan.topology.index[name]: _from_wire(e) for name, e in peers.items()})
+        executor.bind(self._live)
         self._counted = executor.network_bytes()
         self._post(w.Connected(attempt=attempt))
 

@@ -22,7 +22,7 @@ from weightbridge.coordinator.failures import failure_to_error, kind_of
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
 from weightbridge.errors import TransferTimeout, WeightBridgeError, WorkerError
-from weightbridge.executor import NetworkBytes, live_buffers
+from weightbridge.executor import LiveMemory, NetworkBytes
 from weightbridge.layout import SourceMap, encode_source_map
 from weightbridge.machine import messages as w
 from weightbridge.machine.session import HUB_WORKER
@@ -84,6 +84,7 @@ class Seat:
         self._on_progress = on_progress
         self._source_map: SourceMap | None = None
         self._staging: dict[str, torch.Tensor] = {}  # carried live tensors
+        self._live: LiveMemory | None = None
         self._side = engine or role
         self._num_words = 0
         self._session = 0
@@ -162,18 +163,24 @@ class Seat:
                     loader_path_bytes=self.options.loader_path_bytes,
                 ),
             )  # fmt: skip
+            self._source_map = source_map
+            self._staging = staging_tensors(source_map)
+            self._live = LiveMemory(source_map.live)
+            buffers = self._live.buffers(self._all_tensors())
         except Exception as error:
             self.report(error, kind="ProbeError")
             raise
-        self._source_map = source_map
-        self._staging = staging_tensors(source_map)
-        self.progress.welcome(self._session, source_map)
+        self.progress.welcome(self._session, source_map, buffers)
         self.post(w.LayoutReady(source_map=encode_source_map(source_map)))
 
     def bind_live(self) -> None:
-        """Look again where the live tensors lie and bind the kernels to them. The worker must stand still."""
-        if self._source_map is not None:
-            self.progress.bind(live_buffers({**self._tensors(), **self._staging}, self._source_map.live))
+        """Look again where the live tensors lie and bind the kernels to them anew if any has moved. The worker must stand
+        still."""
+        if self._live is not None:
+            self.progress.bind(self._live.buffers(self._all_tensors()))
+
+    def _all_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {**self._tensors(), **self._staging} if self._staging else self._tensors()
 
     def run_loader(self, version: int) -> None:
         """Let the worker's own loader make what it computes of the checkpoint tensors that were carried here for it.

@@ -2,6 +2,10 @@
 
 from weightbridge.executor.codecs import Codec, register_codec
 from weightbridge.executor.executor import Aborted, Endpoint, Executor, NetworkBytes
-from weightbridge.executor.live import live_buffers
+from weightbridge.executor.live import LiveMemory
+from weightbridge.executor.observation import KernelRan, Observation, Observe, Prepared
 
-__all__ = ["Aborted", "Codec", "Endpoint", "Executor", "NetworkBytes", "live_buffers", "register_codec"]
+__all__ = [
+    "Aborted", "Codec", "Endpoint", "Executor", "KernelRan", "LiveMemory", "NetworkBytes", "Observation", "Observe", "Prepared",
+    "register_codec",
+]  # fmt: skip

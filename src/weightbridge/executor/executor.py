@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from weightbridge.errors import InternalError, TransferTimeout, TransportError, UsageError, WorkerError
 from weightbridge.executor.codecs import codec_named
 from weightbridge.executor.lane import KernelLane, LaneDone, LaneFailed
+from weightbridge.executor.observation import KernelRan, Observation, Observe, Prepared
 from weightbridge.kernels.base import Buffer, Kernels
 from weightbridge.machine import events as m
 from weightbridge.machine.transfer import TransferMachine
@@ -29,8 +30,7 @@ from weightbridge.plan.topology import Worker
 from weightbridge.program.program import Post, SlotSpec, WorkerProgram
 from weightbridge.transports import base as t
 from weightbridge.transports.memory import SharedMemory
-from weightbridge.transports.shm import ShmTransport
-from weightbridge.transports.tcp import TcpTransport
+from weightbridge.transports.selection import Choice, choose_transport, open_transports
 
 __all__ = ["Aborted", "Endpoint", "Executor", "NetworkBytes"]
 
@@ -83,11 +83,14 @@ class Executor:
         identity: t.Identity,
         host: str = "127.0.0.1",
         deadline_seconds: float = 30.0,
-        observe: Callable[[m.Event | m.Instruction], None] | None = None,
+        transports: Sequence[str] = ("tcp",),
+        trusted_network: bool = False,
+        observe: Observe | None = None,
     ) -> None:
-        """workers: of the plan's topology, in its order. host: address the network transport listens on.
+        """workers: of the plan's topology, in its order. host: address the network transports listen on.
 
-        observe: called with every machine event and instruction, in order, on the executor's thread.
+        transports: kinds to use between nodes, the preferred one first. trusted_network: see OneSidedTransport.
+        observe: told of everything that happens; see Observe.
         """
         self._workers = workers
         self._program = program
@@ -99,14 +102,20 @@ class Executor:
         self._codec = codec_named(program.codec)
         self._index = {w.name: i for i, w in enumerate(workers)}
         self._memory = SharedMemory(max(program.arena_bytes, 4096), prefault=True)
-        self._transports: dict[str, t.Transport] = {
-            "shm": ShmTransport(identity, self._events, deadline_seconds=deadline_seconds),
-            "tcp": TcpTransport(identity, self._events, host=host, deadline_seconds=deadline_seconds),
-        }
+        self._opened = open_transports(
+            transports,
+            identity,
+            self._events,
+            host=host,
+            deadline_seconds=deadline_seconds,
+            trusted_network=trusted_network,
+        )
+        self._transports = self._opened.transports
         for transport in self._transports.values():
             transport.register(self._memory.memory)
         self._lane = KernelLane(self._events, f"wb-kernels-{self._me.name}")
         self._peer_transport: dict[int, t.Transport] = {}
+        self._choices: dict[str, Choice] = {}
         self._peer_slots: dict[int, tuple[SlotSpec, ...]] = {}
         self._dense_writes: list[list[npt.NDArray[np.int64]]] = []  # by round and post
         self._bound_to: tuple[Buffer, ...] | None = None
@@ -116,6 +125,7 @@ class Executor:
         self._lost: dict[int, str] = {}  # peers that are gone, and why; each later run is told
         self._last_run: tuple[int, int] = (-1, -1)  # (version, attempt) of the latest run: older tags are stale
         self._closed = False
+        self.tell_observer(Prepared(program=program, workers=tuple(workers)))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -132,10 +142,11 @@ class Executor:
         """
 
         def join(peer: int) -> None:
-            where = endpoints[peer]
-            name = "shm" if self._workers[peer].node == self._me.node else "tcp"
-            transport = self._transports[name]
-            transport.connect(self._workers[peer].name, where.addresses[name])
+            where, worker, me = endpoints[peer], self._workers[peer], self._me
+            choice = choose_transport(self._opened, me.name, me.node, worker.name, worker.node, where.addresses)
+            transport = self._transports[choice.name]
+            transport.connect(worker.name, where.addresses[choice.name])
+            self._choices[worker.name] = choice
             self._peer_transport[peer] = transport
             self._peer_slots[peer] = where.slots
 
@@ -149,16 +160,25 @@ class Executor:
         ]
 
     def bind(self, live: Sequence[Buffer]) -> None:
-        """Bind pack and assemble tables to the live tensors' memory (order of SourceMap.live). Cheap when unchanged."""
-        if self._bound_to == tuple(live):
+        """Bind pack and assemble tables to the live tensors' memory (order of SourceMap.live).
+
+        Touches no tensor. Costs nothing when it is given the tuple that it is bound to.
+        """
+        if self._bound_to is live or self._bound_to == tuple(live):
             return
+        self._bound_to = None
         self._packs, self._assembles = [], []
         for k, round_ in enumerate(self._program.rounds):
-            own_send = [self._slot_buffer("send", k)] if len(round_.pack) else []
-            self._packs.append(self._kernels.prepare(round_.pack, live, own_send) if len(round_.pack) else None)
-            sources = [self._source_buffer(worker, stage, k) for worker, stage in round_.assemble.sources]
-            table = round_.assemble.table
-            self._assembles.append(self._kernels.prepare(table, sources, live) if len(table) else None)
+            packed = assembled = None
+            if len(round_.pack):
+                table, used = _only_used(round_.pack, "src_buffer", live)
+                packed = self._kernels.prepare(table, used, [self._slot_buffer("send", k)])
+            if len(round_.assemble.table):
+                sources = [self._source_buffer(worker, stage, k) for worker, stage in round_.assemble.sources]
+                table, used = _only_used(round_.assemble.table, "dst_buffer", live)
+                assembled = self._kernels.prepare(table, sources, used)
+            self._packs.append(packed)
+            self._assembles.append(assembled)
         self._bound_to = tuple(live)
 
     def run(
@@ -195,9 +215,15 @@ class Executor:
         """From any thread: end the transfer; `run` raises Aborted(error)."""
         self._events.put(_Abort(error))
 
+    @property
+    def choices(self) -> Mapping[str, Choice]:
+        """The kind of transport used with each joined peer, by the peer's name, and why that one."""
+        return dict(self._choices)
+
     def network_bytes(self) -> NetworkBytes:
-        """What the kernel counted on connections between nodes, closed ones included."""
-        counted = self._transports["tcp"].kernel_bytes().values()
+        """What the kernel counted on connections between nodes, closed ones included; nothing where bytes bypass it."""
+        between = [x for x in self._transports.values() if x.capabilities.crosses_nodes]
+        counted = [count for transport in between for count in transport.kernel_bytes().values()]
         return NetworkBytes(sum(c.sent for c in counted), sum(c.received for c in counted))
 
     def close(self) -> None:
@@ -205,13 +231,20 @@ class Executor:
         if self._closed:
             return
         self._closed = True
-        for peer, transport in self._peer_transport.items():
-            transport.fence(self._workers[peer].name)
+        if self._peer_transport:  # side by side: there are kinds that take a second
+            with ThreadPoolExecutor(min(_CONNECT_THREADS, len(self._peer_transport))) as pool:
+                names = [self._workers[peer].name for peer in self._peer_transport]
+                list(pool.map(lambda x, name: x.fence(name), self._peer_transport.values(), names))
         self._lane.close(self._deadline_seconds)
         for transport in self._transports.values():
             transport.close()
         self._packs, self._assembles, self._bound_to = [], [], None
         self._memory.close()
+
+    def tell_observer(self, what: m.Event | m.Instruction | KernelRan | Prepared) -> None:
+        """From any thread; nearly free without an observer."""
+        if self._observe is not None:
+            self._observe(Observation(worker=self._me.name, at=time.monotonic(), what=what))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -287,6 +320,18 @@ def _slot_of(slots: Sequence[SlotSpec], stage: str, owner: str) -> SlotSpec:
     raise UsageError(f"{owner} has no slot {stage!r}; both sides must run the same plan")
 
 
+def _only_used(
+    table: npt.NDArray[np.void], column: Literal["src_buffer", "dst_buffer"], live: Sequence[Buffer]
+) -> tuple[npt.NDArray[np.void], list[Buffer]]:
+    """The table with its live tensors numbered anew, and just those: a round needs few of the tensors there are."""
+    numbers, renumbered = np.unique(table[column], return_inverse=True)
+    if numbers[0] < 0 or numbers[-1] >= len(live):
+        return table, list(live)  # a damaged table: the kernels refuse it
+    table = table.copy()
+    table[column] = renumbered.reshape(-1)
+    return table, [live[i] for i in numbers.tolist()]
+
+
 def _merged(writes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The same bytes in fewer rows: rows that continue the one before at both ends are joined to it."""
     if not len(writes):
@@ -316,25 +361,22 @@ class _Transfer:
         self._lengths: dict[tuple[int, str, int], dict[int, int]] = {}  # (round, slot, peer) -> route -> actual bytes
 
     def tell(self, event: m.Event) -> None:
-        if self._x._observe is not None:
-            self._x._observe(event)
+        self._x.tell_observer(event)
         self.perform(self.machine.handle(event))
 
     def perform(self, instructions: Sequence[m.Instruction]) -> None:
         x = self._x
         for instruction in instructions:
-            if x._observe is not None:
-                x._observe(instruction)
+            x.tell_observer(instruction)
             match instruction:
                 case m.Pack(round=k):
-                    x._lane.submit(partial(self._pack, k), m.PackDone(k))
+                    self._run_kernel("pack", k, self._pack, m.PackDone(k))
                 case m.PostWrites(round=k, index=i):
                     self._post(k, i)
                 case m.Decode(round=k):
-                    x._lane.submit(partial(self._decode, k), m.DecodeDone(k))
+                    self._run_kernel("decode", k, self._decode, m.DecodeDone(k))
                 case m.Assemble(round=k):
-                    prepared = x._assembles[k] if x._assembles else None
-                    x._lane.submit(partial(self._launch, prepared), m.AssembleDone(k))
+                    self._run_kernel("assemble", k, self._assemble, m.AssembleDone(k))
                 case m.Signal(peer=peer, tag=tag):
                     self._transport_post(peer, np.zeros((0, 3), dtype=np.int64), tag, b"")
                 case m.Released():
@@ -361,6 +403,25 @@ class _Transfer:
 
     def lane_done(self, event: Any) -> None:
         self.tell(event)
+
+    def _run_kernel(
+        self, work: Literal["pack", "decode", "assemble"], k: int, kernel: Callable[[int], None], event: m.Event
+    ) -> None:
+        """Queue `kernel` of round k on the lane."""
+        x = self._x
+        if x._observe is None:
+            x._lane.submit(partial(kernel, k), event)
+            return
+
+        def observed() -> None:
+            began_at = time.monotonic()
+            kernel(k)
+            x.tell_observer(KernelRan(work=work, round=k, began_at=began_at))
+
+        x._lane.submit(observed, event)
+
+    def _assemble(self, k: int) -> None:
+        self._launch(self._x._assembles[k] if self._x._assembles else None)
 
     def _launch(self, prepared: Any) -> None:
         if prepared is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from cffi import FFI
 
 _FOLDER = Path(__file__).parent
+_PARTS = ("moves", "transposes", "casts", "native", "differences", "fair_sharing")  # later ones use earlier ones
 _HEADER = (_FOLDER / "native.h").read_text()
 
 ffibuilder = FFI()
@@ -12,7 +13,7 @@ ffibuilder.cdef(_HEADER.split("/* BEGIN CDEF */")[1].split("/* END CDEF */")[0])
 ffibuilder.set_source(
     "weightbridge.kernels._native",
     # Included as text: the module is then built from one generated file, wherever the build puts it.
-    "".join([_HEADER, *((_FOLDER / f"{name}.c").read_text() for name in ("native", "differences", "fair_sharing"))]),
+    "".join([_HEADER, *((_FOLDER / f"{name}.c").read_text() for name in _PARTS)]),
     extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
     extra_link_args=["-pthread"],
 )

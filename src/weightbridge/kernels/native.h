@@ -17,9 +17,26 @@ typedef struct {
     int16_t axes, kind;
 } wb_copy;
 
-int64_t wb_prepare(const wb_row *rows, int64_t num_rows, const uint64_t *sources, const uint64_t *destinations,
-                   wb_copy *copies, int64_t *batches, int64_t *num_batches, int64_t *total_bytes);
-void wb_launch(const wb_copy *copies, const int64_t *batches, int64_t num_batches, int streaming, int num_threads);
+typedef struct {
+    const char *src;
+    char *dst;
+    int64_t nbytes;
+} wb_run;
+
+typedef struct {
+    int64_t run, copy; /* numbers of the first run and the first copy of a batch; the next batch's say where it ends */
+} wb_batch;
+
+typedef struct {
+    wb_run *runs;
+    wb_copy *copies;
+    wb_batch *batches;
+    int64_t num_runs, num_copies, num_batches, total_bytes;
+    int32_t streaming, num_threads;
+} wb_table;
+
+void wb_prepare(const wb_row *rows, int64_t num_rows, const uint64_t *sources, const uint64_t *destinations, wb_table *t);
+void wb_launch(const wb_table *table);
 void wb_copy_writes(const char *source, char *destination, const int64_t *writes, int64_t num_writes);
 
 /* A field whose second differences are taken, and the state between calls. start: of the rows of this call, first_row the

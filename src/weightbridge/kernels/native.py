@@ -1,4 +1,4 @@
-"""The native kernels: one C file behind cffi. Bit for bit what reference.py does, at memory speed."""
+"""The native kernels: C behind cffi. Bit for bit what reference.py does, at memory speed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,10 @@ def load_native() -> Any | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """copies, batches: memory that the C pointers lead to; kept alive here."""
+    """table: what C is given; records: the memory its pointers lead to, kept alive here."""
 
-    copies: npt.NDArray[np.uint8]
-    batches: npt.NDArray[np.int64]
-    pointers: tuple[Any, Any]
-    num_batches: int
-    streaming: bool
-    num_threads: int
+    table: Any
+    records: tuple[npt.NDArray[np.uint8], ...]
 
 
 class NativeKernels(Kernels):
@@ -76,22 +72,24 @@ class NativeKernels(Kernels):
             cast("wb_row *", rows.ctypes.data), len(rows),
             cast("uint64_t *", addresses[0].ctypes.data), cast("uint64_t *", addresses[1].ctypes.data),
         )  # fmt: skip
-        total, num_batches = self._ffi.new("int64_t *"), self._ffi.new("int64_t *")
-        num = self._lib.wb_prepare(*inputs, self._ffi.NULL, self._ffi.NULL, num_batches, total)
-        copies = np.empty(num * self._ffi.sizeof("wb_copy"), dtype=np.uint8)
-        batches = np.empty(num + 1, dtype=np.int64)
-        pointers = (cast("wb_copy *", copies.ctypes.data), cast("int64_t *", batches.ctypes.data))
-        self._lib.wb_prepare(*inputs, *pointers, num_batches, total)
-        return _Prepared(
-            copies=copies,
-            batches=batches,
-            pointers=pointers,
-            num_batches=num_batches[0],
-            streaming=total[0] >= STREAMING_TABLE_BYTES,
-            num_threads=self._num_threads if total[0] >= THREADED_TABLE_BYTES else 1,
+        result = self._ffi.new("wb_table *")
+        self._lib.wb_prepare(*inputs, result)
+        sizes = (
+            result.num_runs * self._ffi.sizeof("wb_run"),
+            result.num_copies * self._ffi.sizeof("wb_copy"),
+            (result.num_batches + 1) * self._ffi.sizeof("wb_batch"),
         )
+        records = tuple(np.empty(max(size, 8), dtype=np.uint8) for size in sizes)
+        result.runs, result.copies, result.batches = (
+            cast(f"{kind} *", part.ctypes.data)
+            for kind, part in zip(("wb_run", "wb_copy", "wb_batch"), records, strict=True)
+        )
+        self._lib.wb_prepare(*inputs, result)
+        result.streaming = result.total_bytes >= STREAMING_TABLE_BYTES
+        result.num_threads = self._num_threads if result.total_bytes >= THREADED_TABLE_BYTES else 1
+        return _Prepared(table=result, records=records)
 
     def launch(self, prepared: _Prepared) -> Ticket:
         """Run the table without the GIL; everything is in place on return."""
-        self._lib.wb_launch(*prepared.pointers, prepared.num_batches, prepared.streaming, prepared.num_threads)
+        self._lib.wb_launch(prepared.table)
         return DoneTicket()

@@ -324,5 +324,5 @@ def decode(data: bytes) -> Message:
         raise TransportError(f"control message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
     try:
         return _DECODER.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise TransportError(f"control message not understood: {error}; both sides must run the same version") from None

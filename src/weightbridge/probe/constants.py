@@ -34,6 +34,11 @@ class Runs(NamedTuple):
     untouched: npt.NDArray[np.bool_]
 
 
+_NO_RUNS = Runs(
+    np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=bool)
+)
+
+
 class RunCollector:
     """Joins the runs of successive tiles."""
 
@@ -66,8 +71,7 @@ class RunCollector:
 
     def finish(self) -> Runs:
         if not self._parts:
-            z = np.zeros(0, dtype=np.int64)
-            return Runs(z, z, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=bool))
+            return _NO_RUNS
         start, length, bits = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         # Tiles cut runs; positions and values tell where they go on.
         breaks = np.ones(len(start), dtype=bool)

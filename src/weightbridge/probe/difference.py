@@ -15,10 +15,14 @@ import numpy.typing as npt
 
 from weightbridge.probe.codes import Residues
 
-__all__ = ["TILE_NUMEL", "Differencer", "SparseEntries"]
+__all__ = ["TILE_NUMEL", "Differencer", "PositionPool", "SparseEntries"]
 
 TILE_NUMEL = 1 << 17
 """Elements of one tile: its few 16-bit work arrays stay in the second-level cache."""
+
+
+_MAX_POOLED = 1 << 12
+"""Entries of one field; more of them are no pattern that comes again."""
 
 
 class SparseEntries(NamedTuple):
@@ -26,7 +30,23 @@ class SparseEntries(NamedTuple):
 
     row: npt.NDArray[np.int64]
     col: npt.NDArray[np.int64]
-    residue: npt.NDArray[np.int64]
+    residue: npt.NDArray[np.int64] | Residues
+
+
+class PositionPool:
+    """Entries in little memory, for as long as a probe lasts: tensors of one form break at the same places in every pass."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+
+    def packed(self, entries: SparseEntries) -> SparseEntries:
+        """The same entries, positions shared with equal ones seen before, residues (below 2**15) of two bytes."""
+        residue = entries.residue.astype(np.int16)
+        if len(residue) > _MAX_POOLED:
+            return entries._replace(residue=residue)
+        key = entries.row.tobytes() + entries.col.tobytes()
+        row, col = self._known.setdefault(key, (entries.row, entries.col))
+        return SparseEntries(row, col, residue)
 
 
 class Differencer:

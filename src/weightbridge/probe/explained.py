@@ -19,7 +19,7 @@ from weightbridge.probe.bit_words import BitWords
 from weightbridge.probe.bits import BitTable
 from weightbridge.probe.codes import CodeTable, CodeTables, copyable
 from weightbridge.probe.constants import Conflict, Runs, Settled, settle
-from weightbridge.probe.difference import SparseEntries
+from weightbridge.probe.difference import PositionPool, SparseEntries
 from weightbridge.probe.fields import Field, fields_of
 from weightbridge.probe.lattice import Axis, Lattice, Runs1D, collapse, copies_of_tensor, place_rectangles
 from weightbridge.probe.live import raw_bits, to_numpy_bits
@@ -54,15 +54,17 @@ class TensorRecord:
 
     live: LiveTensor
     fields: tuple[Field, ...]
+    pool: PositionPool
     entries: list[list[SparseEntries]] = field(default_factory=list)
     runs: list[list[Runs]] = field(default_factory=list)
     words: list[BitWords] = field(default_factory=list)
     """Of the fields of a bool tensor that is followed bit by bit, instead of entries and runs."""
 
     @classmethod
-    def of(cls, live: LiveTensor) -> TensorRecord:
+    def of(cls, live: LiveTensor, pool: PositionPool | None = None) -> TensorRecord:
+        """pool: shared by the records of one probe."""
         fields = fields_of(live)
-        return cls(live, fields, [[] for _ in fields], [[] for _ in fields])
+        return cls(live, fields, pool or PositionPool(), [[] for _ in fields], [[] for _ in fields])
 
     def read(self, local: torch.Tensor, tables: CodeTables, pass_: int) -> None:
         """Observe the tensor after a coded load. Raises ProbeError when it is too irregular to be copies."""
@@ -78,7 +80,7 @@ class TensorRecord:
             return
         for part, entries, runs in zip(self.fields, self.entries, self.runs, strict=True):
             seen = observe(local, self.live.name, self.live.dtype, part, table, pass_)
-            entries.append(seen.entries)
+            entries.append(self.pool.packed(seen.entries))
             # Mostly all passes agree; then one of them is kept.
             same = bool(runs) and all(np.array_equal(a, b) for a, b in zip(runs[0], seen.runs, strict=True))
             runs.append(runs[0] if same else seen.runs)
@@ -121,8 +123,13 @@ class TensorRecord:
             raise self._computed(part, settled.position, f"{seen[0]} in one load and {seen[1]} in another")
         return settled
 
-    def explain(self, spec: CheckpointSpec, tables: CodeTables) -> Explanation:
-        """After the last coded pass: every element accounted for once. Raises ProbeError for computed elements."""
+    def explain(
+        self, spec: CheckpointSpec, tables: CodeTables, shapes: Sequence[tuple[int, ...]] | None = None
+    ) -> Explanation:
+        """After the last coded pass: every element accounted for once. Raises ProbeError for computed elements.
+
+        shapes: of the spec's tensors, from a caller that explains many records.
+        """
         table = tables.of(self.live.dtype)
         placed: list[Runs1D] = []
         fixed: list[Lattice] = []
@@ -140,7 +147,8 @@ class TensorRecord:
             placed.append(runs1d)
             fixed.extend(_run_lattices(part, runs))
         try:
-            copies = copies_of_tensor(placed, table.offsets, [t.shape for t in spec.tensors])
+            shapes = [t.shape for t in spec.tensors] if shapes is None else shapes
+            copies = copies_of_tensor(placed, table.offsets, shapes)
         except ProbeError as error:
             raise ProbeError(f"live tensor {self.live.name!r}: {error.message}", tensor=self.live.name) from None
         for copy in copies:

@@ -23,6 +23,7 @@ from weightbridge.layout.source_map import Constant, CopyTable, LiveTensor, Sour
 from weightbridge.probe.backup import Backup, back_up
 from weightbridge.probe.carried import subset_tensors, with_loader_group
 from weightbridge.probe.codes import CodeTables, code_table
+from weightbridge.probe.difference import PositionPool
 from weightbridge.probe.explained import Explanation, TensorRecord
 from weightbridge.probe.irregular import warn_if_irregular
 from weightbridge.probe.lattice import Lattice
@@ -30,6 +31,7 @@ from weightbridge.probe.live import distinct_elements, live_tensors, local_tenso
 from weightbridge.probe.loader_path import Agree, find_loader_path
 from weightbridge.probe.observe import fill_sentinel, sentinel_bits
 from weightbridge.probe.perturbed import OpposedValues, has_small_tensors
+from weightbridge.probe.repeats import Explainer
 from weightbridge.probe.snapshot import Snapshot
 from weightbridge.probe.values import VerificationValues, coded_tensors, describe_bits, verification_tensors
 from weightbridge.probe.verify import Mismatch, Values, mismatches
@@ -141,7 +143,8 @@ class _Run:
         values = VerificationValues(self.spec, self.options.seed, zeros=True)
         self.locals = self._read_locals()
         self.before = Snapshot(self.tensors(), contents=False)
-        records = [TensorRecord.of(t) for t in self.live]
+        pool = PositionPool()
+        records = [TensorRecord.of(t, pool) for t in self.live]
         for pass_ in range(table.num_passes):
             self._load(coded_tensors(self.spec, table, pass_), pass_)
             self._guarded(partial(self._read, records, table, pass_))
@@ -167,10 +170,11 @@ class _Run:
                     self.computed[i] = error
 
     def _explain(self, records: list[TensorRecord], table: CodeTables, explained: dict[int, Explanation]) -> None:
+        explainer = Explainer(self.spec, table)
         for i, record in enumerate(records):
             if i not in self.computed:
                 try:
-                    explained[i] = record.explain(self.spec, table)
+                    explained[i] = explainer.explain(record)
                 except ProbeError as error:
                     self.computed[i] = error
 

@@ -36,15 +36,16 @@ _RING_CHUNK_BYTES = 4 << 20  # what a worker of the ring has received before it 
 _WINDOW_SHARE = 1e-5  # of the update's length: ends of flows so close together count as one
 
 
-def baseline(name: str, plan: Plan, costs: Costs) -> MethodResult:
+def baseline(name: str, plan: Plan, costs: Costs, *, bucket_bytes: int = BUCKET_BYTES) -> MethodResult:
     """One update of the job that `plan` was made for, by one of BASELINES. Only its classes and its topology count.
 
-    Raises UsageError for a name that is not known.
+    bucket_bytes: what the method handles at a time. Raises UsageError for a name that is not known.
     """
     methods: dict[str, Callable[[_Job], MethodResult]] = {"broadcast": _broadcast, "p2p": _p2p, "pull": _pull}
     if name not in methods:
         raise UsageError(f"method {name!r} is not known; known are {', '.join(BASELINES)}")
-    return methods[name](_Job(plan=plan, costs=costs, links=Links(topology=plan.topology, costs=costs)))
+    links = Links(topology=plan.topology, costs=costs)
+    return methods[name](_Job(plan=plan, costs=costs, links=links, bucket_bytes=bucket_bytes))
 
 
 Pairs = Mapping[tuple[int, int], float]
@@ -56,6 +57,7 @@ class _Job:
     plan: Plan
     costs: Costs
     links: Links
+    bucket_bytes: int
     nbytes: npt.NDArray[np.float64] = field(init=False)
     messages: npt.NDArray[np.int64] = field(init=False)
 
@@ -92,7 +94,7 @@ class _Job:
 
     def bucket_seconds(self, nbytes: float) -> float:
         """A kernel over the last bucket, which no transfer hides."""
-        return self.costs.launch_seconds + min(nbytes, BUCKET_BYTES) / self.costs.memory_bandwidth
+        return self.costs.launch_seconds + min(nbytes, self.bucket_bytes) / self.costs.memory_bandwidth
 
     def result(
         self, name: str, *, stalls: npt.NDArray[np.float64], communication: float, posts: float, conversion: float,
@@ -124,10 +126,10 @@ def _broadcast(job: _Job) -> MethodResult:
     for here, there in pairwise(ring):
         _count(pairs, here, there, total)
     slowest = min(job.links.bandwidth[link] for pair in pairs for link in job.links.path(*pair))
-    fill = min(total, BUCKET_BYTES) / slowest  # the first bucket is gathered before it is sent
+    fill = min(total, job.bucket_bytes) / slowest  # the first bucket is gathered before it is sent
     fill += (len(ring) - 2) * (min(total, _RING_CHUNK_BYTES) / slowest + costs.latency_seconds)
     communication = job.run(pairs) + fill
-    buckets = -(-total // BUCKET_BYTES)
+    buckets = -(-total // job.bucket_bytes)
     return job.result(
         "broadcast", communication=communication, posts=buckets * 2 * costs.python_seconds_per_round,
         conversion=2 * job.bucket_seconds(total), stalls=np.full(len(plan.topology.workers), np.inf),
@@ -161,7 +163,7 @@ def _p2p(job: _Job) -> MethodResult:
             _count(pairs, source, w, needed)
             most = max(most, needed)
         slowest = min((job.links.bandwidth[link] for pair in pairs for link in job.links.path(*pair)), default=np.inf)
-        took = job.run(pairs) + min(most, BUCKET_BYTES) / slowest
+        took = job.run(pairs) + min(most, job.bucket_bytes) / slowest
         unpack = 2 * job.bucket_seconds(most)
         stalls[members] = costs.agreement_seconds + took + unpack
         communication, conversion = communication + took, conversion + unpack

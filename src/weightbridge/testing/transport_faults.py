@@ -7,8 +7,10 @@ class TestMyTransport(TransportFaultSuite):
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +32,26 @@ _REPEATS = (
 _PATIENCE_SECONDS = 10.0
 
 
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=_PATIENCE_SECONDS)
+
+
+@contextlib.contextmanager
+def _network() -> Iterator[str]:
+    """A network namespace with nothing but loopback, up. Skips the test where none can be made."""
+    name = f"wb-cut-{os.getpid()}"
+    try:
+        _ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", "") or str(error)
+        pytest.skip(f"no network namespace can be made here ({why.strip()}); it takes root and iproute2")
+    try:
+        _ip("-n", name, "link", "set", "lo", "up")
+        yield name
+    finally:
+        _ip("netns", "delete", name)
+
+
 class TransportFaultSuite:
     """Set `transport_class`. The worker under test lives in the test's process, its peer in one of its own.
 
@@ -48,8 +70,10 @@ class TransportFaultSuite:
             self.join(worker, process)
             yield worker, process
 
-    def process(self, name: str, nbytes: int) -> PeerProcess:
-        return PeerProcess(self.transport_class, name, nbytes=nbytes, deadline_seconds=_DEADLINE_SECONDS)
+    def process(self, name: str, nbytes: int, launcher: Sequence[str] = ()) -> PeerProcess:
+        return PeerProcess(
+            self.transport_class, name, nbytes=nbytes, deadline_seconds=_DEADLINE_SECONDS, launcher=launcher
+        )
 
     def join(self, worker: Worker, process: PeerProcess) -> None:
         address = process.address
@@ -167,6 +191,39 @@ class TransportFaultSuite:
             before = time.monotonic()
             worker.transport.close()
             assert time.monotonic() - before < 5 * _DEADLINE_SECONDS
+
+    # --- cut off ----------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("idle", [False, True])
+    def test_a_cut_link_is_noticed_by_both_ends(self, idle: bool) -> None:
+        """Two processes in a network namespace whose only link goes down, with a large write under way or without."""
+        if not self.transport_class.capabilities.crosses_nodes:
+            pytest.skip("works inside a machine only: there is no link to cut")
+        with contextlib.ExitStack() as stack:
+            namespace = stack.enter_context(_network())
+            a, b = (
+                stack.enter_context(self.process(name, _BIG_BYTES, launcher=("ip", "netns", "exec", namespace)))
+                for name in "ab"
+            )
+            addresses = a.address, b.address
+            a.tell("connect", peer="b", address=addresses[1])
+            b.call("connect", peer="a", address=addresses[0])
+            a.answer()
+            b.call("fill", seed=1)
+            if not idle:
+                b.call("post", peer="a", writes=[[0, 0, _BIG_BYTES]] * _REPEATS, tag="old")
+                limit = time.monotonic() + _PATIENCE_SECONDS
+                while not a.call("first_byte"):
+                    assert time.monotonic() < limit, "the write never began"
+            _ip("-n", namespace, "link", "set", "lo", "down")
+            if idle:  # nobody can know before somebody says something
+                a.call("post", peer="b", writes=[[0, 0, 100]], tag="from a")
+                b.call("post", peer="a", writes=[[0, 0, 100]], tag="from b")
+            for process, peer in ((a, "b"), (b, "a")):
+                kind, who, cause = process.call("event", seconds=_PATIENCE_SECONDS)
+                assert (kind, who) == ("PeerLost", peer)
+                assert cause
+                assert process.call("close") == ["MainThread"]
 
     # --- the fence --------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -38,12 +39,20 @@ class PeerProcess:
     """Starts the process and talks to it. Every call has a deadline; leaving the context kills it."""
 
     def __init__(
-        self, transport_class: type[Transport], worker: str, *, nbytes: int, deadline_seconds: float, **identity: str
+        self,
+        transport_class: type[Transport],
+        worker: str,
+        *,
+        nbytes: int,
+        deadline_seconds: float,
+        launcher: Sequence[str] = (),
+        **identity: str,
     ):
+        """launcher: a command that runs the command after it in its own place, such as `ip netns exec NAME`."""
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
         kind = f"{transport_class.__module__}:{transport_class.__qualname__}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "weightbridge.testing.transport_peer", kind],
+            [*launcher, sys.executable, "-m", "weightbridge.testing.transport_peer", kind],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         self.worker = worker
@@ -133,6 +142,9 @@ class _Server:
 
     def fill(self, seed: int) -> None:
         self._memory.array[:] = pattern(len(self._memory.array), seed)
+
+    def first_byte(self) -> int:
+        return int(self._memory.array[0])
 
     def digest(self) -> str:
         return hashlib.blake2b(self._memory.array.tobytes()).hexdigest()

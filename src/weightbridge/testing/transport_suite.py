@@ -120,6 +120,13 @@ def _resources() -> tuple[list[str], int]:
     return sorted(t.name for t in threading.enumerate()), len(os.listdir("/proc/self/fd"))
 
 
+def _footprint() -> tuple[int, int, int]:
+    """Threads of the process, its open descriptors, its own resident bytes (without shared memory)."""
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = (int(word) * os.sysconf("SC_PAGESIZE") for word in file.read().split())
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), resident - shared
+
+
 class TransportSuite:
     """What can be shown inside one process. Set `transport_class`."""
 
@@ -270,6 +277,29 @@ class TransportSuite:
                 assert [k for t, k in tags if t == thread] == list(range(50))
             assert {a.expect(WriteDone).ticket for _ in tickets} == set(tickets)
             assert np.array_equal(b.content, a.content)
+
+    def test_a_thousand_updates_leave_nothing_behind(self) -> None:
+        """The same tables posted again and again, both ways: no growth in threads (native ones too), descriptors or memory."""
+        nbytes = 1 << 20
+        with group(self.transport_class, "a", "b", nbytes=nbytes) as (a, b):
+            starts = np.arange(0, nbytes, nbytes // 16)
+            tables = [np.stack([starts, np.roll(starts, k), np.full(16, 1000 + k)], axis=1) for k in range(5)]
+
+            def update(number: int) -> None:
+                for w, peer in ((a, "b"), (b, "a")):
+                    w.post(peer, tables[number % 5], b"update", b"lengths")
+                for w in (a, b):
+                    got = {type(w.events.get(timeout=_LIMIT_SECONDS)) for _ in range(2)}
+                    assert got == {Arrived, WriteDone}
+
+            for number in range(200):
+                update(number)
+            before = _footprint()
+            for number in range(1000):
+                update(number)
+            after = _footprint()
+            assert after[:2] == before[:2]
+            assert after[2] - before[2] < 4 << 20, f"{after[2] - before[2]} bytes of memory more after 1000 updates"
 
     # --- refusals ---------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ class Identity:
 
     worker: str
     session: str
-    token: bytes = b""
+    token: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,11 @@ class Transport(ABC):
         self.events = events
         self.host = host
         self.deadline_seconds = deadline_seconds
+
+    @classmethod
+    def missing(cls) -> str:
+        """Why this kind cannot be used on this machine, and what to do; "" where it can."""
+        return ""
 
     @property
     @abstractmethod

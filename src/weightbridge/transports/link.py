@@ -35,7 +35,7 @@ from weightbridge.transports.wire import (
     send_buffers,
 )  # fmt: skip
 
-__all__ = ["Link", "Post", "view_of"]
+__all__ = ["Closed", "Link", "Post", "Stalled", "view_of"]
 
 MAX_PENDING_POSTS = 65_536
 _MAX_REASON_BYTES = 1024
@@ -53,11 +53,11 @@ class Post(NamedTuple):
     payload: bytes
 
 
-class _Stalled(Exception):
+class Stalled(Exception):
     """No progress for the deadline; the text is the cause."""
 
 
-class _Closed(Exception):
+class Closed(Exception):
     """The peer closed; the text is the cause."""
 
 
@@ -182,10 +182,10 @@ class Link(ABC):
             while (post := self._next_post()) is not None:
                 self._transmit(post)
             self._shutdown(socket.SHUT_WR)
-        except _Stalled as error:
+        except Stalled as error:
             self._stall = str(error)
             self._shutdown(socket.SHUT_RDWR)
-        except (_Closed, OSError) as error:
+        except (Closed, OSError) as error:
             if (
                 isinstance(error, OSError) and error.errno == errno.ETIMEDOUT
             ):  # the kernel tells only one of both threads
@@ -215,7 +215,7 @@ class Link(ABC):
         if self._urgent:
             self._send_urgent()
         if self._ending:
-            raise _Closed("the link is being closed")
+            raise Closed("the link is being closed")
 
     def _send(self, buffers: list[memoryview]) -> None:
         send_buffers(self.sock, buffers, self._waited, self._moved)
@@ -238,7 +238,7 @@ class Link(ABC):
                 self._receive_frame()
         except ProtocolError as error:
             cause = refusal = str(error)
-        except (_Closed, _Stalled) as error:
+        except (Closed, Stalled) as error:
             cause = str(error)
         except OSError as error:
             cause = _KERNEL_GAVE_UP if error.errno == errno.ETIMEDOUT else f"the connection broke: {error}"
@@ -256,7 +256,7 @@ class Link(ABC):
         head = bytearray(HEADER_BYTES)
         self._inside_frame = False
         if not receive_into(self.sock, [memoryview(head)], self._waited_idle, self._begun):
-            raise _Closed(
+            raise Closed(
                 "it closed the connection: the worker has ended, or has closed its transport or fenced this worker off"
             )
         header = read_header(head)
@@ -265,7 +265,7 @@ class Link(ABC):
         if header.kind == FrameKind.ACK:
             self._take_ack(header.ticket)
         elif header.kind == FrameKind.REFUSED:
-            raise _Closed(f"it refused what this worker sent: {payload.decode(errors='replace')}")
+            raise Closed(f"it refused what this worker sent: {payload.decode(errors='replace')}")
         else:
             if header.num_writes:
                 self._receive_writes(header.num_writes)
@@ -292,11 +292,11 @@ class Link(ABC):
 
     def _receive_views(self, views: list[memoryview]) -> None:
         if not receive_into(self.sock, views, self._waited, self._moved):
-            raise _Closed(
+            raise Closed(
                 "the connection ended in the middle of a write: the worker has died, or has fenced this worker off"
             )
         if self._stopping:
-            raise _Closed("fenced")
+            raise Closed("fenced")
 
     # --- progress and events ------------------------------------------------------------------------------------------
 
@@ -309,14 +309,14 @@ class Link(ABC):
 
     def _waited(self) -> None:
         if self._stopping:
-            raise _Closed("fenced")
+            raise Closed("fenced")
         mark = self._acknowledged_by_wire()
         if mark != self._wire_mark:
             self._wire_mark = mark
             self._moved()
         silent_seconds = time.monotonic() - self._progress
         if silent_seconds > self._deadline_seconds:
-            raise _Stalled(
+            raise Stalled(
                 f"no progress for {silent_seconds:.1f} s (deadline {self._deadline_seconds:g} s) with "
                 f"{len(self._pending)} posts unacknowledged or a write half received: it is stopped or the network is cut"
             )
@@ -326,7 +326,7 @@ class Link(ABC):
         if self._pending or self._inside_frame or self._inside_post:
             self._waited()
         elif self._stopping:
-            raise _Closed("fenced")
+            raise Closed("fenced")
 
     def _emit(self, event: TransportEvent) -> bool:
         with self._event_lock:

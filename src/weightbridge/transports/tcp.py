@@ -21,9 +21,8 @@ from weightbridge.transports.sockets import Join, SocketTransport
 from weightbridge.transports.tcp_info import acknowledged_bytes, kernel_bytes
 from weightbridge.transports.wire import FrameKind, Header, ProtocolError, cut_writes
 
-__all__ = ["TcpTransport"]
+__all__ = ["TcpTransport", "is_loopback"]
 
-_SCHEME = "tcp://"
 _BACKLOG = 1024
 
 
@@ -35,9 +34,9 @@ class TcpTransport(SocketTransport):
 
     @property
     def address(self) -> str:
-        """tcp://host:port of the listener, the host as it was given."""
+        """tcp://host:port of the listener (with the name of the kind), the host as it was given."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{_SCHEME}{host}:{self._port}"
+        return f"{self.name}://{host}:{self._port}"
 
     def _listen(self) -> socket.socket:
         family, where = self._resolve(self.host, 0, "listen on")
@@ -54,7 +53,7 @@ class TcpTransport(SocketTransport):
         return listener
 
     def _dial(self, address: str, deadline: float) -> socket.socket:
-        host, port = _parse(address)
+        host, port = _parse(address, f"{self.name}://")
         family, where = self._resolve(host, port, "dial")
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -79,6 +78,11 @@ class TcpTransport(SocketTransport):
         return family, (ip, port)
 
     def _make_link(self, peer: str, sock: socket.socket, memory: Memory, join: Join) -> Link:
+        self._prepare_socket(sock)
+        return TcpLink(peer, sock, memory.buffer, join.nbytes, self.events, self.deadline_seconds)
+
+    def _prepare_socket(self, sock: socket.socket) -> None:
+        """No delays, and an end to connections that stall or whose machine is gone."""
         milliseconds = max(int(self.deadline_seconds * 1000), 1)
         seconds = max(int(self.deadline_seconds), 1)
         for option, value in (
@@ -90,9 +94,8 @@ class TcpTransport(SocketTransport):
         ):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # an idle peer whose machine is gone
-        return TcpLink(peer, sock, memory.buffer, join.nbytes, self.events, self.deadline_seconds)
 
-    def _count(self, link: Link) -> KernelBytes:
+    def _count(self, link: Link) -> KernelBytes | None:
         return kernel_bytes(link.sock)
 
 
@@ -128,8 +131,17 @@ class TcpLink(Link):
         return acknowledged_bytes(self.sock)
 
 
-def _parse(address: str) -> tuple[str, int]:
-    host, colon, port = address.removeprefix(_SCHEME).rpartition(":")
-    if not address.startswith(_SCHEME) or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"address {address!r} is not of the form {_SCHEME}host:port")
+def is_loopback(host: str) -> bool:
+    """Whether all that `host` stands for is on this machine's loopback. False where it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)
+
+
+def _parse(address: str, scheme: str) -> tuple[str, int]:
+    host, colon, port = address.removeprefix(scheme).rpartition(":")
+    if not address.startswith(scheme) or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"address {address!r} is not of the form {scheme}host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -90,15 +90,16 @@ def merge_writes(writes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return merged
 
 
-def cut_writes(writes: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Cut [N, 3] writes, none empty, into pieces that fit one frame each. Order is kept; nothing for N = 0."""
+def cut_writes(writes: npt.NDArray[np.int64], max_writes: int = MAX_FRAME_WRITES) -> Iterator[npt.NDArray[np.int64]]:
+    """Cut [N, 3] writes, none empty, into pieces that fit one frame each, `max_writes` rows at most. Order is kept; nothing
+    for N = 0."""
     if (writes[:, 2] > MAX_FRAME_BYTES).any():
         writes = np.concatenate([_cut_one(*row) for row in writes.tolist()])
     ends = np.cumsum(writes[:, 2])
     first, before = 0, 0
     while first < len(writes):
         stop = int(np.searchsorted(ends, before + MAX_FRAME_BYTES, side="right"))
-        stop = max(min(stop, first + MAX_FRAME_WRITES), first + 1)
+        stop = max(min(stop, first + max_writes), first + 1)
         yield writes[first:stop]
         first, before = stop, int(ends[stop - 1])
 
