@@ -1,6 +1,6 @@
 """The transfer machine: one worker's part in one attempt at one version. Events in, instructions out.
 
-No clock, no I/O, no threads: the executor and the simulator drive the same object. The protocol (design: round pipeline)
+No clock, no I/O, no threads: the executor and the simulator drive the same object. The protocol
 keeps a slot copy from being written while anyone may still read it, by signals alone:
 
     trainer   Pack k -> PostWrites k, one the receiver has credited, oldest round first (WorkerProgram.post_order)

@@ -1,6 +1,6 @@
 """Replica classes: atoms with equal holders and equal needers, laid end to end as one stream of bytes.
 
-However large the job, it has only hundreds of classes, so everything global is decided on them (design 4).
+However large the job, it has only hundreds of classes, so everything global is decided on them.
 """
 
 from __future__ import annotations

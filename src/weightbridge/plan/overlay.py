@@ -1,7 +1,7 @@
 """Overlay: refine the boxes of all workers into disjoint atoms, each with one set of holders and one set of needers.
 
 Thousands of tensors share a pattern, so the refinement runs once per *signature* (shape, and who has which boxes of it)
-and is tiled over the tensors. Bulk data stay in arrays: no object per box (design 4, "From maps to replica classes").
+and is tiled over the tensors. Bulk data stay in arrays: no object per box.
 """
 
 from __future__ import annotations
