@@ -1,7 +1,7 @@
 """The transfer machine: one worker's part in one attempt at one version. Events in, instructions out.
 
-No clock, no I/O, no threads: the executor and the simulator drive the same object. The protocol
-keeps a slot copy from being written while anyone may still read it, by signals alone:
+No clock, no I/O, no threads: the executor and the simulator drive the same object. The protocol keeps
+a slot copy from being written while anyone may still read it, by signals alone:
 
     trainer   Pack k -> PostWrites k, one the receiver has credited, oldest round first (WorkerProgram.post_order)
     rollout   DATA k in -> forwards k -> (Decode k) -> READY k to the readers -> READY k from all it reads -> Assemble k

@@ -52,7 +52,8 @@ class Flow:
 
 
 def solve(net: Network, *, balanced: bool = True) -> Flow:
-    """Least time of the busiest link, and among the flows that reach it one that is balanced: a second linear program with the first optimum held.
+    """Least time of the busiest link, and among the flows that reach it one that is balanced: a second linear program, with
+    the first optimum held.
 
     balanced: False leaves out the second LP, for studies of what it is worth.
     """
