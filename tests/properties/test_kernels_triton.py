@@ -76,6 +76,13 @@ def test_a_row_of_several_pieces_and_a_neighbour(interpreted):
     same_bytes(interpreted, [(long, 4500, 4200), (turned, 4300, 4300), (row([0], [1], [1]), 1, 1)], 3)
 
 
+def test_as_many_axes_as_there_can_be(interpreted):
+    """Six axes that do not merge, of elements that no word holds: their bytes are a seventh."""
+    steps = [4 ** (5 - i) * 4 for i in range(6)]
+    table = row([2] * 6, steps, [-s for s in reversed(steps)], dst_offset=sum(steps), itemsize=3)
+    same_bytes(interpreted, [(table, sum(steps) + 3, sum(steps) + 3)], 5)
+
+
 def specials(size: int) -> np.ndarray:
     """Every upper half with lower parts at, next to and between ties; thinned for the wide formats."""
     if size == 2:
