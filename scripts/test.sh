@@ -27,10 +27,10 @@ run() {
     [ "$status" -eq 5 ] && [ $# -gt 0 ] || return "$status"
 }
 
-run processes yes multiprocess -- "$@" >"$scratch/output" 2>&1 &
+run processes yes conformance multiprocess -- "$@" >"$scratch/output" 2>&1 &
 background=$!
 inside=0 random=0 processes=0
-run inside yes unit repository conformance gpu -- "$@" || inside=$?
+run inside yes unit repository gpu -- "$@" || inside=$?
 run random no properties faults -- "$@" || random=$?
 echo "--- the tests that start processes ran meanwhile:"
 wait "$background" || processes=$?
