@@ -30,7 +30,7 @@ run() {
 run processes yes conformance multiprocess -- "$@" >"$scratch/output" 2>&1 &
 background=$!
 inside=0 random=0 processes=0
-run inside yes unit repository gpu -- "$@" || inside=$?
+run inside yes unit planning repository gpu -- "$@" || inside=$?
 run random no properties faults -- "$@" || random=$?
 echo "--- the tests that start processes ran meanwhile:"
 wait "$background" || processes=$?
