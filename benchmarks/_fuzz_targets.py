@@ -6,7 +6,14 @@ documented error (`refusals`), or raises `Violation` when something does not hol
 
 from __future__ import annotations
 
+import contextlib
 import random
+import select
+import socket
+import struct
+import threading
+import time
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +24,7 @@ import msgspec
 
 from benchmarks._mutations import Sample, damage_bytes
 from weightbridge.checkpoint import CheckpointSpec
-from weightbridge.coordinator.channel import NONCE_BYTES, Channel
+from weightbridge.coordinator.wire import PART_BYTES, Assembly, HubSocket, WorkerSocket, cut
 from weightbridge.errors import LayoutError, PlanError, TransportError
 from weightbridge.layout import CopyTable, LiveTensor, SourceMap, decode_source_map, encode_source_map
 from weightbridge.machine import messages as w
@@ -25,8 +32,9 @@ from weightbridge.machine import session as s
 from weightbridge.machine.events import Kind, Tag
 from weightbridge.plan import PlanOptions, Role, Topology, Worker, decode_plan, encode_plan, make_plan
 from weightbridge.program import decode_program, encode_program, lower
+from weightbridge.testing.ports import free_port
 
-__all__ = ["SealedFrames", "Target", "Violation", "control_targets", "message_kinds", "random_message"]
+__all__ = ["Parts", "Strangers", "Target", "Violation", "control_targets", "message_kinds", "random_message"]
 
 MESSAGES_PER_SESSION = 20
 _OPTIONS_OF_THE_PLAN = PlanOptions(slot_bytes=1 << 20, alignment=64, min_rounds=2, epoch=1)
@@ -58,63 +66,167 @@ class Target(ABC):
         """After all cases: raise Violation when something has broken on the way."""
 
 
-# --- the sealed channel -----------------------------------------------------------------------------------------------
+# --- connections ------------------------------------------------------------------------------------------------------
 
 
-def _nonce(number: int) -> bytes:
-    return bytes([number]) * NONCE_BYTES
+class Strangers(Target):
+    """Somebody without the token on a real connection to a hub: a recorded worker played again, damaged or not, and the same
+    in a mechanism that knows no keys."""
 
+    name, weight = "strangers", 2
+    traced_every = 1024
+    _TOKEN = b"the token"
+    _GREETING_BYTES = 64  # of ZMTP
+    _ANSWER_SECONDS = 0.002
 
-def _ends(token: bytes, first: int, second: int) -> tuple[Channel, Channel]:
-    """(dialler's end, hub's end)."""
-    common: dict[str, Any] = {"token": token, "dialler_nonce": _nonce(first), "hub_nonce": _nonce(second)}
-    return Channel(is_hub=False, **common), Channel(is_hub=True, **common)
+    def __init__(self) -> None:
+        self._hub: HubSocket | None = None  # from the first case on
+        self._address = ("127.0.0.1", 0)
+        self._samples: list[bytes] = []
 
+    def draw(self, rng: random.Random) -> tuple[int, int, int | None]:
+        """(what is said, what it is mixed with, seed of the damage or None): the recording has other keys each time."""
+        return rng.randrange(3), rng.randrange(3), None if rng.random() < 0.1 else rng.getrandbits(32)
 
-class SealedFrames(Target):
-    """Frames whose maker lacks the token, or which belong elsewhere: another connection, another direction, the past."""
+    def feed(self, data: tuple[int, int, int | None]) -> bool:
+        if self._hub is None:
+            self._listen()
+        one, other, seed = data
+        said = self._samples[one]
+        if seed is not None:
+            said = damage_bytes(random.Random(seed), said, self._samples[other])
+        with socket.create_connection(self._address, timeout=5) as sock, contextlib.suppress(OSError):
+            # In step with the hub, as a worker is: the greeting, the first command, the rest.
+            first = self._GREETING_BYTES + 2 + (said[self._GREETING_BYTES + 1 :] or b"\0")[0]
+            for part in (said[: self._GREETING_BYTES], said[self._GREETING_BYTES : first], said[first:]):
+                sock.sendall(part)
+                self._look()
+                if select.select([sock], [], [], self._ANSWER_SECONDS)[0]:
+                    sock.recv(4096)
+            sock.shutdown(socket.SHUT_WR)
+            self._hear_out(sock)
+        self._look()
+        return False
 
-    name, weight = "sealed", 45
+    def _listen(self) -> None:
+        self._address = ("127.0.0.1", free_port())
+        self._hub = HubSocket("tcp://{}:{}".format(*self._address), self._TOKEN)
+        recorded = _record(self._hub, self._address, self._TOKEN)
+        keyless = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+        ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+        keyless += bytes([4, len(ready)]) + ready
+        for header, part in cut(0, w.encode(w.Heartbeat())):
+            keyless += bytes([1, len(header)]) + header + bytes([0, len(part)]) + part.bytes
+        self._samples = [recorded, recorded, keyless]
 
-    def __init__(self, payloads: Sequence[bytes]) -> None:
-        dialler, self._hub = _ends(b"the token", 1, 2)
-        old = dialler.seal(payloads[0])
-        self._hub.open(old)
-        self._genuine = [Sample(dialler.seal(p)) for p in payloads]  # not yet opened
-        elsewhere = [_ends(b"the token", 3, 2)[0], _ends(b"the token", 1, 4)[0], _ends(b"the old token", 1, 2)[0]]
-        elsewhere += [_ends(b"", 1, 2)[0], self._hub]
-        self._foreign = [Sample(channel.seal(p)) for channel in elsewhere for p in payloads] + [Sample(old)]
+    def _hear_out(self, sock: socket.socket) -> None:
+        until = time.monotonic() + 5
+        while sock.recv(4096):
+            self._look()
+            if time.monotonic() > until:
+                raise Violation("the hub does not hang up on a stranger that has nothing more to say")
 
-    def draw(self, rng: random.Random) -> bytes:
-        if rng.random() < 0.2:
-            return rng.choice(self._foreign).data
-        while True:
-            data = damage_bytes(rng, rng.choice(self._genuine).data, rng.choice(self._foreign).data)
-            if all(data != g.data for g in self._genuine):
-                return data
-
-    def feed(self, data: bytes) -> bool:
-        self._hub.open(data)
-        raise Violation("a frame was accepted that nobody with the token made for this connection and moment")
+    def _look(self) -> None:
+        for _, message in self._hub.receive() if self._hub is not None else ():
+            if message is not None:
+                raise Violation(f"the hub has heard {message!r} from somebody without the token")
 
     def finish(self) -> None:
-        for sample in self._genuine:
+        if self._hub is not None:
+            hub, self._hub = self._hub, None
             try:
-                self._hub.open(sample.data)
-            except TransportError as error:
-                raise Violation(f"after the forgeries a genuine frame is refused: {error}") from None
+                _record(hub, self._address, self._TOKEN)
+            finally:
+                hub.close()
+
+
+def _record(hub: HubSocket, address: tuple[str, int], token: bytes) -> bytes:
+    """What a genuine worker sends to be let in and heard: its bytes up to a first message, taken down on the way."""
+    kept: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        worker = WorkerSocket("tcp://{}:{}".format(*listener.getsockname()), token)
+        worker.send(w.encode(w.Goodbye()))
+        dialler, _ = listener.accept()
+        with dialler, socket.create_connection(address) as onward:
+            pumps = [
+                threading.Thread(target=_pump, args=args, daemon=True)
+                for args in ((dialler, onward, kept), (onward, dialler, []))
+            ]
+            for pump in pumps:
+                pump.start()
+            _await(hub, lambda message: message == w.encode(w.Goodbye()), "a genuine worker is not heard")
+            for sock in (dialler, onward):
+                sock.shutdown(socket.SHUT_RDWR)
+            for pump in pumps:
+                pump.join(10)
+        worker.close()
+    _await(hub, lambda message: message is None, "the end of a worker's connection is not noticed")
+    return b"".join(kept)
+
+
+def _await(hub: HubSocket, wanted: Callable[[bytes | None], bool], what_if_not: str) -> None:
+    until = time.monotonic() + 5
+    while not any(map(wanted, [message for _, message in hub.receive()])):
+        if time.monotonic() > until:
+            raise Violation(what_if_not)
+        hub.poll(0.01)
+
+
+def _pump(source: socket.socket, sink: socket.socket, kept: list[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            kept.append(data)
+            sink.sendall(data)
+
+
+class Parts(Target):
+    """Messages in parts, on a connection that has lost, doubled or reordered some, or whose sender numbers them wildly: what
+    comes together is a message that was sent, unless its sender has numbered it so himself."""
+
+    name, weight = "parts", 43
+
+    def __init__(self, payloads: Sequence[bytes]) -> None:
+        rng = random.Random("large messages")
+        large = [rng.randbytes(n) for n in (3 * PART_BYTES, 2 * PART_BYTES + 1, PART_BYTES + 9)]
+        self._sent = [cut(i, p) for i, p in enumerate([*payloads[:5], *large])]
+        self._messages = {b"".join(part.bytes for _, part in parts) for parts in self._sent}
+
+    def draw(self, rng: random.Random) -> tuple[bool, list[tuple[bytes, bytes]]]:
+        """(whether the headers are as they were sent, headers and parts)."""
+        parts = [(h, p.bytes) for parts in rng.sample(self._sent, 3) for h, p in parts]
+        wild = rng.random() < 0.5
+        for _ in range(rng.randrange(1, 4)):
+            at, other = rng.randrange(len(parts)), rng.randrange(len(parts))
+            if wild:
+                parts[at] = damage_bytes(rng, parts[at][0], parts[other][0]), parts[at][1]
+            elif rng.random() < 0.4 and len(parts) > 1:
+                del parts[at]
+            elif rng.random() < 0.5:
+                parts.insert(other, parts[at])
+            else:
+                parts[at], parts[other] = parts[other], parts[at]
+        return not wild, parts
+
+    def feed(self, data: tuple[bool, list[tuple[bytes, bytes]]]) -> bool:
+        genuine, parts = data
+        assembly, refused = Assembly(), False
+        for header, part in parts:
+            try:
+                message = assembly.add(header, part)
+            except TransportError:
+                refused = True
+                continue
+            if genuine and message is not None and message not in self._messages:
+                raise Violation("parts of different messages were put together")
+        return not refused
 
 
 # --- typed messages ---------------------------------------------------------------------------------------------------
 
 
 def message_kinds() -> tuple[type[w.Message], ...]:
-    """Every struct that `messages.decode` knows."""
-    return tuple(
-        value
-        for value in vars(w).values()
-        if isinstance(value, type) and issubclass(value, w.Message) and value is not w.Message
-    )
+    """Every struct that `messages.decode` knows, in the order of their names."""
+    return tuple(sorted(typing.get_args(w._DECODER.type), key=lambda kind: kind.__name__))
 
 
 def random_message(rng: random.Random, kind: type[w.Message]) -> w.Message:
@@ -141,6 +253,14 @@ def _random_value(rng: random.Random, info: msgspec.inspect.Type) -> Any:
             return rng.random() < 0.5
         case i.StrType():
             return rng.choice(_NAMES)
+        case i.NoneType():
+            return None
+        case i.LiteralType():
+            return rng.choice(info.values)
+        case i.EnumType():
+            return rng.choice(list(info.cls))
+        case i.UnionType():
+            return _random_value(rng, rng.choice(info.types))
         case i.BytesType():
             return rng.randbytes(rng.choice((0, 5, 40)))
         case i.VarTupleType():
@@ -155,7 +275,7 @@ def _random_value(rng: random.Random, info: msgspec.inspect.Type) -> Any:
 
 
 class Messages(Target):
-    """MessagePack of the control plane, as it comes out of an opened frame."""
+    """MessagePack of the control plane, as it comes out of a connection."""
 
     name, weight = "messages", 40
 
@@ -281,24 +401,13 @@ def _documents() -> tuple[CheckpointSpec, list[bytes], bytes, list[bytes]]:
 class Sessions(Target):
     """Words that are well-formed and senseless, from workers that have been let in: the hub's machine never raises.
 
-    A case takes a job a random number of steps on its way, then says `MESSAGES_PER_SESSION` words.
+    A case takes a job a random number of answers on its way, then says `MESSAGES_PER_SESSION` words.
     """
 
     name, weight = "sessions", 0.3
     inputs_per_case = MESSAGES_PER_SESSION
     _WORKERS = ("trainer/0", "trainer/1", "e/0", "e/1")
-    _WAY: tuple[Callable[[str], w.Message], ...] = (
-        lambda _: w.Promise(request=1, bound=3),
-        lambda _: w.Parked(request=1),
-        lambda _: w.LayoutReady(source_map=b"m"),
-        lambda _: w.ProgramReady(plan_digest="d", endpoint=w.PeerEndpoint(addresses={"tcp": "a"}, slots=())),
-        lambda _: w.Connected(attempt=1),
-        lambda _: w.SendReady(version=1),
-        lambda _: w.Promise(request=2, bound=3),
-        lambda _: w.Parked(request=2),
-        lambda _: w.Transferred(version=1, attempt=1),
-        lambda _: w.Resumed(version=1, stalled_at=1.0, resumed_at=2.0, sent=1, received=1),
-    )
+    _MAX_ANSWERS = 60  # enough for two versions
 
     def __init__(self, payloads: Sequence[bytes]) -> None:
         self._samples = [Sample(p) for p in payloads]
@@ -314,38 +423,72 @@ class Sessions(Target):
                     message = w.decode(rng.choice(self._samples).damaged(rng, self._samples))
                 except TransportError:
                     continue
+            worker = rng.choice(self._WORKERS)
             if isinstance(message, w.Join):
                 events.append(s.Joining(b"c", message))
             else:
-                events.append(rng.choice((s.Received(rng.choice(self._WORKERS), message), s.Tick())))
-        return rng.randrange(len(self._WAY) + 1), events
+                events.append(rng.choice((s.Received(worker, message), s.Tick(), s.Disconnected(worker))))
+        return rng.randrange(self._MAX_ANSWERS), events
 
     def feed(self, data: tuple[int, list[s.SessionEvent]]) -> bool:
-        steps, events = data
+        num_answers, events = data
         timeouts = s.SessionTimeouts(connect=60, update=60, heartbeat=60)
         machine = s.SessionMachine(
             session=1, spec_digest="d", num_trainers=2, engines=("e",), timeouts=timeouts, now=0.0
         )
-        for worker in self._WORKERS:
-            self._handle(machine, s.Joining(worker.encode(), _join(worker)))
-        for word in self._WAY[:steps]:
-            for worker in self._WORKERS:
-                trainers_only = isinstance(word(worker), w.SendReady)
-                engines_only = isinstance(word(worker), w.Promise | w.Parked)
-                if not (trainers_only and worker[0] == "e") and not (engines_only and worker[0] == "t"):
-                    self._handle(machine, s.Received(worker, word(worker)))
+        waiting: list[s.SessionEvent] = [s.Joining(worker.encode(), _join(worker)) for worker in self._WORKERS]
+        version = 0
+        while num_answers:
+            if not waiting:
+                version += 1
+                waiting += [s.Received(trainer, w.SendReady(version=version)) for trainer in self._WORKERS[:2]]
+            num_answers -= 1
+            waiting += self._handle(machine, waiting.pop(0))
         self.phases.add(machine.phase.value)
         for event in events:
             self._handle(machine, event)
         return True
 
     @staticmethod
-    def _handle(machine: s.SessionMachine, event: s.SessionEvent) -> None:
+    def _handle(machine: s.SessionMachine, event: s.SessionEvent) -> list[s.SessionEvent]:
+        """What workers that know their part answer."""
+        answers: list[s.SessionEvent] = []
         for instruction in machine.handle(event, 1.0):
             if isinstance(instruction, s.Send):
                 w.encode(instruction.message)
+                answers += [s.Received(instruction.worker, word) for word in _answers(instruction)]
             elif isinstance(instruction, s.MakePlan):
-                machine.handle(s.PlanMade(b"plan", "d"), 1.0)
+                answers.append(s.PlanMade(instruction.epoch, b"plan", "d"))
+        return answers
+
+
+def _answers(said: s.Send) -> list[w.Message]:
+    endpoint = w.PeerEndpoint(addresses={"tcp": "a"}, slots=())
+    match said.message:
+        case w.RunProbe(request=request):
+            return [w.LayoutReady(source_map=b"m"), w.Installed(request=request)]
+        case w.PlanReady(attempt=attempt):
+            return [w.ProgramReady(attempt=attempt, plan_digest="d", endpoint=endpoint)]
+        case w.ConnectPeers(attempt=attempt):
+            return [w.Connected(attempt=attempt)]
+        case w.Propose(request=request):
+            return [w.Promise(request=request, bound=3)]
+        case w.Commit(request=request):
+            return [w.Parked(request=request)]
+        case w.Begin(version=version, attempt=attempt) if said.worker.startswith("trainer"):
+            return [w.Transferred(version=version, attempt=attempt), _resumed(version)]
+        case w.AllowAssemble(version=version, attempt=attempt):
+            return [w.Transferred(version=version, attempt=attempt)]
+        case w.Committed(version=version, request=request):
+            return [w.Installed(request=request), _resumed(version)]
+        case w.AbortAttempt(attempt=attempt):
+            return [w.Quiesced(attempt=attempt, touched=False, released=False)]
+        case _:
+            return []
+
+
+def _resumed(version: int) -> w.Message:
+    return w.Resumed(version=version, stalled_at=1.0, resumed_at=2.0, sent=1, received=1)
 
 
 def _join(worker: str) -> w.Join:
@@ -365,7 +508,8 @@ def control_targets() -> list[Target]:
     spec, maps, plan, programs = _documents()
     bounds = decode_plan(plan).bounds
     return [
-        SealedFrames(payloads),
+        Strangers(),
+        Parts(payloads),
         Messages(payloads),
         SourceMaps(4, maps, spec),
         # The digest covers what workers act upon; the bounds are a certificate, checked by whoever relies on it.

@@ -3,17 +3,17 @@
     python -m benchmarks.fuzz [--control 1000000] [--data 10000] [--seed 0] [--json]
     python -m benchmarks.fuzz --replay messages:226 [--seed 0]
 
-Control plane: sealed frames, typed messages, source maps, plans, programs, tags, and whole sessions of words that make no
-sense. Data plane: handshakes with peers that lack the token or whose words are altered on the way, and the frames of a joined
-connection over tcp and over shm, each on a socket of its own.
+Control plane: connections of strangers, messages in parts, typed messages, source maps, plans, programs, tags, and whole
+sessions of words that make no sense. Data plane: handshakes with peers that lack the token or whose words are altered on
+the way, and the frames of a joined connection over tcp and over shm, each on a socket of its own.
 
 A case must end in the decoder's documented error or in a value that makes sense. Findings, with which the command fails: any
-other exception; a frame accepted that nobody with the token made; a document accepted that is not the genuine one; a byte
+other exception; a word heard from somebody without the token; a document accepted that is not the genuine one; a byte
 written outside the registered memory; a link that does not end; more memory taken than `MEMORY_BASE_BYTES` and
 `MEMORY_PER_BYTE` allow for the size of the message (one case in 64 is traced, on the data plane each).
 
 - refused: with the documented error. understood: well-formed after all (a number in a message has changed, say), which is no
-  acceptance: who may say it is decided by the seal and the handshake. accepted: forgeries that came through.
+  acceptance: who may say it is decided when the connection is made. accepted: forgeries that came through.
 - slowest_seconds: CPU time of the slowest case. peak_bytes: the most that a traced case took at once.
 - rss_growth_bytes: how far the peak of the resident set rose from when the targets stood until the end.
 """
@@ -125,7 +125,10 @@ def replay(name: str, index: int, seed: int) -> None:
     target = next(t for t in (*control_targets(), *data_targets()) if t.name == name)
     data = draw(target, seed, index)
     print(data.hex() if isinstance(data, bytes) else data)
-    print("understood" if target.feed(data) else "refused")
+    try:
+        print("understood" if target.feed(data) else "refused")
+    finally:
+        target.finish()
 
 
 def _peak_rss() -> int:

@@ -28,7 +28,7 @@ def die_during(adapter: Any, version: int, how: int) -> None:
         steps = itertools.count(1)
 
         def observe(_: object) -> None:
-            if adapter._seat.state.begun[0] >= version and next(steps) == 15:
+            if adapter._seat.machine.begun[0] >= version and next(steps) == 15:
                 os.kill(os.getpid(), how)
 
         adapter._seat.progress._executor._observe = observe
@@ -70,6 +70,8 @@ def main(config: dict[str, Any]) -> None:
                 die_during(receiver, 2, config["signal"])
             while True:
                 receiver.poll_requests()
+                if receiver.last_failure is not None:  # a version was given up; this engine is whole and could go on
+                    raise receiver.last_failure
                 time.sleep(0.001)
     except BaseException as raised:  # noqa: BLE001
         error = raised

@@ -72,6 +72,7 @@ class Job:
         self.hooked: dict[str, list[int]] = {}
         self.nodes = {"tp": "tp", "solo": "solo"}  # engine -> node
         self.stop = threading.Event()
+        self.raise_last = False  # raise what a receiver says of a version that was given up
         self.wrong: list[str] = []
 
     def trainer(self, rank: int) -> None:
@@ -107,6 +108,8 @@ class Job:
         try:
             while not self.stop.is_set():
                 updated = receiver.poll_requests() if poll is None else poll(receiver)
+                if self.raise_last and receiver.last_failure is not None:
+                    raise receiver.last_failure
                 polls += 1
                 # Who reads weights of an engine that may be updated while idle holds its step lock.
                 with receiver._agreement.step_lock if self.options.idle_install else nullcontext():
@@ -375,6 +378,7 @@ def test_a_hook_that_raises_fails_the_update_everywhere_and_names_the_worker() -
             adapter.close()
 
     job.engines = {"tp": toy.TP}
+    job.raise_last = True
     with job.running() as workers:
         bad = Worker(receiver_with_bad_hook, "solo/0")
         for worker in workers.values():

@@ -104,3 +104,4 @@ def test_an_engine_that_has_resumed_stays_whole_when_another_one_fails() -> None
     job = committed_and_not_resumed("a/1")
     job.hear("b/0", w.WorkerFailed(kind="WorkerError", reason="out of memory"))
     assert job.failure.poisoned == ()
+    assert job.given_up.poisoned == ()  # a has every byte and goes on as soon as a/1 has done its part

@@ -1,23 +1,23 @@
-"""The control thread of a worker: its one connection to the hub.
+"""The control thread of a worker: its line to the hub.
 
-It authenticates, joins, beats, notices when the hub falls silent, and hands every word to the worker's session. It never runs
-user code and never blocks on anything but its socket.
+It dials, joins, beats, notices when the hub dies or falls silent, and hands every word to the worker's session; on request it
+goes on to the next session at the same address. It never runs user code and never blocks on anything but its socket.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
-import zmq
-
-from weightbridge.coordinator.channel import NONCE_BYTES, Channel
 from weightbridge.coordinator.options import Options
+from weightbridge.coordinator.wire import WorkerSocket, is_hub_like
 from weightbridge.errors import ConnectError, TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
 from weightbridge.machine.session import HUB_WORKER
@@ -25,9 +25,25 @@ from weightbridge.machine.session import HUB_WORKER
 __all__ = ["ControlThread"]
 
 _POLL_SECONDS = 0.25
-_LINGER_MS = 2000
-_HELLO_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
+_GONE_SECONDS = 2.0
+"""A hub whose connection has ended and that cannot be dialled again for so long has died. One that is merely stopped, or
+cut off, keeps its connection."""
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Line:
+    """One connection to a hub, with what came of it. asked_on: number of the TCP connection that the Join went over, 0 for
+    none; down_since: when it was seen to have dropped. Times are of the steady clock."""
+
+    socket: WorkerSocket
+    begun: float
+    last_heard: float
+    asked_on: int = 0
+    joined: bool = False
+    next_beat: float = 0.0
+    down_since: float | None = None
 
 
 class ControlThread:
@@ -38,8 +54,9 @@ class ControlThread:
         on_message: Callable[[w.Message], None], on_failure: Callable[[WeightBridgeError], None],
         on_tick: Callable[[float], None],
     ) -> None:  # fmt: skip
-        """on_message: every message after Welcome but heartbeats. on_failure: the hub cannot be reached, refused, or fell
-        silent. on_tick: several times a second, with the steady clock."""
+        """on_message: every message but heartbeats and Rejected, first of all Welcome, and again after `rejoin`.
+        on_failure: the hub cannot be reached, refused, died or fell silent. on_tick: several times a second, with the
+        steady clock."""
         self._endpoint = endpoint
         self._join = join
         self._options = options
@@ -49,14 +66,17 @@ class ControlThread:
         self._out: queue.SimpleQueue[w.Message | Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = threading.Event()
-        self._channel: Channel | None = None
-        self._nonce = Channel.nonce()
-        self._joined = False
         self._settled = False  # nothing more is expected of the hub
-        self._last_heard = time.monotonic()
+        self._patient = False  # tries again until it is let in
+        self._begun = time.monotonic()  # to join
+        self._redial_at = math.inf
+        self._line: _Line
         self._thread = threading.Thread(target=self._run, name=f"wb-control-{join.worker}", daemon=True)
 
     def start(self) -> None:
+        """Begin to dial. Raises ConnectError when that is not possible at all."""
+        self._begun = now = time.monotonic()
+        self._line = _Line(WorkerSocket(self._endpoint, self._options.token), begun=now, last_heard=now)
         self._thread.start()
 
     def post(self, message: w.Message) -> None:
@@ -68,6 +88,21 @@ class ControlThread:
         self._out.put(what)
         with suppress(BlockingIOError, OSError):  # full: it is awake already; closed: nobody listens any more
             os.write(self._wake_write, b"!")
+
+    def rejoin(self, join: w.Join) -> None:
+        """After the session has ended for this worker: join the next one at the same address, over a connection of its own.
+
+        From any thread, callbacks included; what was posted before still goes to the old hub, what is posted later is lost
+        until the Join is out. Tries every second, without limit, until the next hub lets this worker in (on_message gets
+        Welcome) or `close`: a hub that is not there, still ends its old session, takes no workers yet or has another token
+        is no failure meanwhile. Once in, on_failure may be called again.
+        """
+
+        def again() -> None:
+            self._join, self._patient, self._settled = join, True, False
+            self._dial()
+
+        self.call(again)
 
     def stop_watching(self) -> None:
         """On the control thread: the hub has closed in good order; its silence means nothing any more."""
@@ -87,44 +122,70 @@ class ControlThread:
     # --- on the control thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.MAXMSGSIZE, w.MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.setsockopt(zmq.ROUTING_ID, b"w" + Channel.nonce())
-        socket.connect(self._endpoint)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
-        begun, next_hello, next_beat = time.monotonic(), 0.0, 0.0
         try:
             while True:
                 now = time.monotonic()
-                if self._channel is None and now >= next_hello and not self._settled:
-                    next_hello = now + _HELLO_SECONDS
-                    with suppress(zmq.Again):
-                        socket.send(b"H" + self._nonce, zmq.NOBLOCK)
-                if self._joined and now >= next_beat:
-                    next_beat = now + self._options.heartbeat_seconds
-                    self._send(socket, w.Heartbeat())
-                self._check_hub(now, begun)
+                if now >= self._redial_at:
+                    self._dial()
+                self._speak(now)
+                if not self._settled:
+                    self._check_hub(now, self._line)
                 self._on_tick(now)
-                self._take_out(socket)
+                self._take_out()
                 if self._stopping.is_set():
                     return
-                ready = dict(poller.poll(int(_POLL_SECONDS * 1000)))
-                if self._wake_read in ready:
-                    with suppress(BlockingIOError):
-                        os.read(self._wake_read, 4096)
-                self._take_in(socket)
+                self._line.socket.poll(_POLL_SECONDS, self._wake_read)
+                with suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                self._take_in(self._line)
         finally:
-            socket.close(_LINGER_MS)
+            self._line.socket.close()
 
-    def _check_hub(self, now: float, begun: float) -> None:
-        if self._settled:
+    def _dial(self) -> None:
+        """Start over with a new connection; the Join follows when it stands."""
+        now, old = time.monotonic(), self._line
+        old.joined, self._redial_at = False, math.inf
+        try:
+            self._line = _Line(WorkerSocket(self._endpoint, self._options.token), begun=now, last_heard=now)
+        except ConnectError as error:  # out of descriptors, say
+            _LOG.warning("%s cannot dial: %s", self._join.worker, error.message)
+            self._redial_at = now + _RETRY_SECONDS
+        else:
+            old.socket.close()
+
+    def _speak(self, now: float) -> None:
+        """Ask to be let in, once on each connection until it is granted; then beat."""
+        line = self._line
+        if not line.joined and line.socket.num_connections > line.asked_on:
+            line.asked_on = line.socket.num_connections
+            line.socket.send(w.encode(self._join))
+        if line.joined and not self._settled and now >= line.next_beat:
+            line.next_beat = now + self._options.heartbeat_seconds
+            line.socket.send(w.encode(w.Heartbeat()))
+
+    def _check_hub(self, now: float, line: _Line) -> None:
+        if not line.joined:
+            self._check_joining(now, line)
             return
-        if not self._joined and now - begun > self._options.connect_timeout_seconds:
+        if line.socket.is_connected:
+            line.down_since = None
+        elif line.down_since is None:
+            line.down_since = now
+        limit = self._options.heartbeat_timeout_seconds
+        if line.down_since is not None and now - line.down_since > min(_GONE_SECONDS, limit):
+            self._lose_hub(
+                f"closed its connection and has not come back for {now - line.down_since:.0f} s: it has died"
+            )
+        elif now - line.last_heard > limit:
+            self._lose_hub(f"gave no sign of life for {now - line.last_heard:.0f} s")
+
+    def _check_joining(self, now: float, line: _Line) -> None:
+        if self._redial_at < math.inf:
+            return
+        if self._patient:
+            if line.socket.is_refused or now - line.begun > self._options.heartbeat_timeout_seconds:
+                self._redial_at = now + _RETRY_SECONDS
+        elif now - self._begun > self._options.connect_timeout_seconds:
             self._fail(
                 ConnectError(
                     f"{self._join.worker} could not join a session at {self._endpoint} within "
@@ -133,39 +194,9 @@ class ControlThread:
                     causes={HUB_WORKER: "did not answer"},
                 )
             )
-        elif self._joined and now - self._last_heard > self._options.heartbeat_timeout_seconds:
-            reason = f"gave no sign of life for {now - self._last_heard:.0f} s"
-            self._fail(ConnectError(f"{HUB_WORKER}, which hosts the session, {reason}", causes={HUB_WORKER: reason}))
-
-    def _fail(self, error: WeightBridgeError) -> None:
-        self._settled = True
-        self._on_failure(error)
-
-    def _send(self, socket: zmq.Socket[bytes], message: w.Message) -> None:
-        if self._channel is not None:
-            with suppress(zmq.Again):
-                socket.send(b"M" + self._channel.seal(w.encode(message)), zmq.NOBLOCK)
-
-    def _take_out(self, socket: zmq.Socket[bytes]) -> None:
-        with suppress(queue.Empty):
-            while True:
-                item = self._out.get_nowait()
-                if isinstance(item, w.Message):
-                    self._send(socket, item)
-                else:
-                    item()
-
-    def _take_in(self, socket: zmq.Socket[bytes]) -> None:
-        with suppress(zmq.Again):
-            while True:
-                frame = socket.recv(zmq.NOBLOCK)
-                self._frame(socket, frame[:1], frame[1:])
-
-    def _frame(self, socket: zmq.Socket[bytes], kind: bytes, body: bytes) -> None:
-        if kind == b"C" and self._channel is None and len(body) == NONCE_BYTES:
-            self._channel = Channel(token=self._options.token, dialler_nonce=self._nonce, hub_nonce=body, is_hub=False)
-            self._send(socket, self._join)
-        elif kind == b"X" and not self._joined and not self._settled:
+        elif line.socket.is_refused and not is_hub_like(self._endpoint):
+            self._redial_at = now + _RETRY_SECONDS  # a proxy, say, whose hub is not up yet
+        elif line.socket.is_refused:
             self._fail(
                 ConnectError(
                     f"{self._join.worker} was not let in at {self._endpoint}: the token is not the session's; "
@@ -173,27 +204,56 @@ class ControlThread:
                     causes={self._join.worker: "wrong token"},
                 )
             )
-        elif kind == b"M" and self._channel is not None:
-            try:
-                message = w.decode(self._channel.open(body))
-            except TransportError as error:  # not from the hub: as if it had not come
-                _LOG.warning("%s ignores a frame from %s: %s", self._join.worker, self._endpoint, error.message)
-                return
-            self._last_heard = time.monotonic()
-            self._message(message)
 
-    def _message(self, message: w.Message) -> None:
+    def _lose_hub(self, reason: str) -> None:
+        self._fail(ConnectError(f"{HUB_WORKER}, which hosts the session, {reason}", causes={HUB_WORKER: reason}))
+
+    def _fail(self, error: WeightBridgeError) -> None:
+        self._settled = True
+        self._on_failure(error)
+
+    def _take_out(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                item = self._out.get_nowait()
+                if not isinstance(item, w.Message):
+                    item()
+                elif self._line.asked_on:  # nobody listens to a worker before its Join
+                    self._line.socket.send(w.encode(item))
+                    self._settled |= isinstance(item, w.Goodbye)
+
+    def _take_in(self, line: _Line) -> None:
+        for data in line.socket.receive():
+            line.last_heard = time.monotonic()
+            try:
+                message = w.decode(data)
+            except TransportError as error:
+                _LOG.warning("%s ignores a message from %s: %s", self._join.worker, self._endpoint, error.message)
+                continue
+            self._message(line, message)
+
+    def _message(self, line: _Line, message: w.Message) -> None:
         match message:
             case w.Heartbeat():
                 pass
-            case w.Rejected(reason=reason):
-                if not self._settled:
-                    who = self._join.worker
-                    self._fail(
-                        ConnectError(f"{who} was not let in at {self._endpoint}: {reason}", causes={who: reason})
-                    )
+            case w.Rejected(reason=reason, again=again):
+                self._rejected(line, reason, again)
             case w.Welcome():
-                self._joined = True
-                self._on_message(message)
+                if not line.joined:
+                    line.joined, self._patient = True, False
+                    self._on_message(message)
             case _:
                 self._on_message(message)
+
+    def _rejected(self, line: _Line, reason: str, again: bool) -> None:
+        """again: the hub says that the reason may pass; that is believed for as long as joining may take."""
+        if self._settled:
+            return
+        in_time = time.monotonic() - self._begun < self._options.connect_timeout_seconds
+        if self._patient or (again and in_time and not line.joined):
+            _LOG.info("%s is not let in at %s yet: %s", self._join.worker, self._endpoint, reason)
+            self._redial_at = time.monotonic() + _RETRY_SECONDS
+            return
+        who = self._join.worker
+        what = "is out of the session" if line.joined else "was not let in"
+        self._fail(ConnectError(f"{who} {what} at {self._endpoint}: {reason}", causes={who: reason}))

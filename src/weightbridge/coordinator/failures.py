@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightbridge import errors
 from weightbridge.machine import messages as w
 
-__all__ = ["failure_to_error", "kind_of"]
+__all__ = ["error_to_failure", "failure_to_error", "kind_of"]
 
 
 def kind_of(error: BaseException) -> str:
@@ -14,7 +14,13 @@ def kind_of(error: BaseException) -> str:
     return name if name in errors.__all__ else "InternalError"
 
 
-def failure_to_error(failure: w.Failure, *, me: str) -> errors.WeightBridgeError:
+def error_to_failure(error: errors.WeightBridgeError, *, me: str, version: int) -> w.Failure:
+    """The failure that worker `me` would have been told of, had the hub been there to tell it."""
+    causes = getattr(error, "causes", None) or {me: error.message}
+    return w.Failure(kind=kind_of(error), causes={str(n): str(c) for n, c in causes.items()}, version=version)
+
+
+def failure_to_error(failure: w.Failure | w.UpdateFailed, *, me: str) -> errors.WeightBridgeError:
     """What every API call on worker `me` raises from now on. Always has `.causes`: worker name -> what happened."""
     causes = dict(failure.causes)
     told = "; ".join(f"{name}: {cause}" for name, cause in causes.items())

@@ -1,7 +1,7 @@
 """The hub: the I/O shell of the session machine. One thread in the process of trainer rank 0.
 
-Wire form on the ZeroMQ ROUTER: one byte says what a frame is, then: b"H" nonce (dialler's hello), b"C" nonce (hub's answer),
-b"M" sealed message, b"X" (hub could not authenticate the dialler).
+Who is heard at all is decided below it (`coordinator/wire.py`): here every connection belongs to the job. What worker it
+is, its Join says, once; from then on its words are that worker's and no other's.
 """
 
 from __future__ import annotations
@@ -13,33 +13,19 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-
-import zmq
 
 from weightbridge.checkpoint import CheckpointSpec
-from weightbridge.coordinator.channel import NONCE_BYTES, Channel
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.planning import Planned, plan_job
-from weightbridge.errors import ConnectError, TransportError, WeightBridgeError
+from weightbridge.coordinator.wire import HubSocket
+from weightbridge.errors import TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
 
 __all__ = ["Hub"]
 
 _TICK_SECONDS = 0.05
-_LINGER_MS = 2000
-_MAX_GUESTS = 4096  # strangers cost memory: beyond this the oldest is forgotten
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Guest:
-    """A connection that has said hello and has not been admitted."""
-
-    dialler_nonce: bytes
-    hub_nonce: bytes
-    channel: Channel
 
 
 class Hub:
@@ -51,34 +37,26 @@ class Hub:
         """Binds the endpoint. Raises ConnectError when it is taken or no address of this machine."""
         self._spec = spec
         self._options = options
-        # A context of its own: ending it waits until the port is really free, which closing a socket does not.
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, w.MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConnectError(
-                f"cannot listen on {endpoint}: {error.strerror or error}; another session may use the port: "
-                "choose a free one or end that session",
-                endpoint=endpoint,
-            ) from None
+        self._socket = HubSocket(endpoint, options.token)
         timeouts = s.SessionTimeouts(
             connect=options.connect_timeout_seconds,
             update=options.update_timeout_seconds,
             heartbeat=options.heartbeat_timeout_seconds,
+            suspect=min(options.heartbeat_timeout_seconds, 2.5 * options.heartbeat_seconds),
+        )
+        policy = s.SessionPolicy(
+            when_newer="finish" if options.when_newer in ("finish", "error") else "supersede",
+            when_engine_fails=options.when_engine_fails,
+            retries=options.retries,
         )
         self._machine = s.SessionMachine(
             session=secrets.randbits(60), spec_digest=spec.digest, num_trainers=num_trainers, engines=engines,
-            timeouts=timeouts, now=time.monotonic(),
+            timeouts=timeouts, policy=policy, now=time.monotonic(),
         )  # fmt: skip
-        self._channels: dict[bytes, Channel] = {}
-        self._guests: dict[bytes, _Guest] = {}  # said hello and have not joined, oldest first
-        self._workers: dict[bytes, str] = {}
-        self._connections: dict[str, bytes] = {}
+        self._workers: dict[bytes, str] = {}  # connection -> who it is
+        self._connections: dict[str, bytes] = {}  # the inverse
+        self._welcomes: dict[bytes, w.Message] = {}  # connection -> the answer to its Join
+        self._encoded: tuple[w.Message, bytes] | None = None  # the message sent last
         self._done: queue.SimpleQueue[s.SessionEvent] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_heartbeat = 0.0
@@ -94,85 +72,78 @@ class Hub:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                if self._socket.poll(int(_TICK_SECONDS * 1000)):
-                    self._drain()
+                self._socket.poll(_TICK_SECONDS)
+                self._take_in()
                 with suppress(queue.Empty):
                     while True:
                         self._handle(self._done.get_nowait())
                 self._handle(s.Tick())
                 if time.monotonic() >= self._next_heartbeat:
                     self._next_heartbeat = time.monotonic() + self._options.heartbeat_seconds
+                    beat = w.Heartbeat()
                     for connection in self._workers:
-                        self._send(connection, w.Heartbeat())
-            self._drain()
+                        self._send(connection, beat)
+            self._take_in()
         finally:
-            self._context.destroy(linger=_LINGER_MS)
+            self._socket.close()
 
-    def _drain(self) -> None:
-        """Everything that has come in. A frame that is not understood costs its sender the answer and nobody else."""
-        with suppress(zmq.Again):
-            while True:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                if len(parts) == 2:
-                    self._frame(parts[0].bytes, parts[1].bytes, parts[1])
-
-    def _frame(self, connection: bytes, frame: bytes, origin: zmq.Frame) -> None:
-        kind, body = frame[:1], frame[1:]
-        if kind == b"H" and len(body) == NONCE_BYTES:
-            self._hello(connection, body)
-            return
-        channel = self._channel(connection)
-        if kind != b"M" or channel is None:
-            return
-        try:
-            message = w.decode(channel.open(body))
-        except TransportError as error:
-            who = self._workers.get(connection, "a stranger")
-            _LOG.warning("refused a frame of %s from %s: %s", who, origin.get("Peer-Address"), error.message)
-            if self._guests.pop(connection, None) is not None:
-                self._socket.send_multipart([connection, b"X"])
-            return
-        self._message(connection, message)
-
-    def _hello(self, connection: bytes, dialler_nonce: bytes) -> None:
-        """Answer with the hub's nonce. An admitted connection never starts over: its nonces are spent."""
-        if connection in self._workers:
-            return
-        guest = self._guests.get(connection)
-        # A dialler that came before the hub has said hello more than once; each gets the same answer, since it has made
-        # its keys from the first.
-        if guest is None or guest.dialler_nonce != dialler_nonce:
-            if len(self._guests) >= _MAX_GUESTS:
-                del self._guests[next(iter(self._guests))]
-            nonce = Channel.nonce()
-            channel = Channel(token=self._options.token, dialler_nonce=dialler_nonce, hub_nonce=nonce, is_hub=True)
-            guest = self._guests[connection] = _Guest(dialler_nonce, nonce, channel)
-        self._socket.send_multipart([connection, b"C" + guest.hub_nonce])
-
-    def _channel(self, connection: bytes) -> Channel | None:
-        guest = self._guests.get(connection)
-        return guest.channel if guest is not None else self._channels.get(connection)
+    def _take_in(self) -> None:
+        """Everything that has come in. A message that is not understood costs its sender the answer and nobody else."""
+        for connection, data in self._socket.receive():
+            if data is None:
+                self._dropped(connection)
+                continue
+            try:
+                message = w.decode(data)
+            except TransportError as error:
+                _LOG.warning("refused a message of %s: %s", self._workers.get(connection, "a guest"), error.message)
+                continue
+            self._message(connection, message)
 
     def _message(self, connection: bytes, message: w.Message) -> None:
         worker = self._workers.get(connection)
-        if worker is not None:
+        if isinstance(message, w.Join):
+            if worker is None:
+                self._handle(s.Joining(connection, message))
+            else:  # its connection had dropped before it heard the answer
+                self._send(connection, self._welcomes[connection])
+        elif worker is not None:
             self._handle(s.Received(worker, message))
-        elif isinstance(message, w.Join):
-            self._handle(s.Joining(connection, message))
+        else:  # it was in an earlier session at this address, or is no longer in this one
+            self._send(connection, w.Rejected(reason="it is not in the session; join it first"))
+
+    def _dropped(self, connection: bytes) -> None:
+        """The connection of a worker has ended. Its process has probably died; if not, it dials again within a second."""
+        worker = self._workers.get(connection)
+        if worker is not None:
+            self._handle(s.Disconnected(worker))
 
     def _handle(self, event: s.SessionEvent) -> None:
         for instruction in self._machine.handle(event, time.monotonic()):
             match instruction:
                 case s.Send(worker=worker, message=message):
-                    self._send(self._connections[worker], message)
+                    if worker in self._connections:
+                        self._send(self._connections[worker], message)
                 case s.Admit(connection=connection, worker=worker, message=welcome):
-                    self._channels[connection] = self._guests.pop(connection).channel
-                    self._workers[connection] = worker
-                    self._connections[worker] = connection
+                    self._forget(worker)
+                    self._workers[connection], self._connections[worker] = worker, connection
+                    self._welcomes[connection] = welcome
                     self._send(connection, welcome)
                 case s.Refuse(connection=connection, message=rejected):
                     _LOG.warning("did not let a worker in: %s", rejected.reason)
                     self._send(connection, rejected)
+                case s.Forget(worker=worker):
+                    self._forget(worker)
+                case s.EngineNote(engine=engine, state=state, version=version, reason=reason):
+                    level = logging.WARNING if state in ("lost", "poisoned") else logging.INFO
+                    _LOG.log(
+                        level,
+                        "engine %s is %s at version %d%s",
+                        engine,
+                        state,
+                        version,
+                        f": {reason}" if reason else "",
+                    )
                 case s.MakePlan():
                     threading.Thread(target=self._plan, args=(instruction,), name="wb-planner", daemon=True).start()
 
@@ -180,14 +151,21 @@ class Hub:
         """On a thread of its own: heartbeats go on meanwhile."""
         try:
             self.planned = plan_job(self._spec, request, self._options)
-            self._done.put(s.PlanMade(self.planned.wire, self.planned.plan.digest))
+            self._done.put(s.PlanMade(request.epoch, self.planned.wire, self.planned.plan.digest))
         except WeightBridgeError as error:
-            self._done.put(s.PlanRefused(type(error).__name__, error.message))
+            self._done.put(s.PlanRefused(request.epoch, type(error).__name__, error.message))
         except Exception as error:  # our defect; the job must still hear of it
-            self._done.put(s.PlanRefused("InternalError", f"planning failed: {type(error).__name__}: {error}"))
+            self._done.put(
+                s.PlanRefused(request.epoch, "InternalError", f"planning failed: {type(error).__name__}: {error}")
+            )
+
+    def _forget(self, worker: str) -> None:
+        """From now on nobody is this worker, until somebody is admitted as it."""
+        connection = self._connections.pop(worker, None)
+        if connection is not None:
+            del self._workers[connection], self._welcomes[connection]
 
     def _send(self, connection: bytes, message: w.Message) -> None:
-        channel = self._channel(connection)
-        if channel is not None:
-            with suppress(zmq.Again):
-                self._socket.send_multipart([connection, b"M" + channel.seal(w.encode(message))], zmq.NOBLOCK)
+        if self._encoded is None or self._encoded[0] is not message:  # one plan for a thousand workers is encoded once
+            self._encoded = (message, w.encode(message))
+        self._socket.send(connection, self._encoded[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from weightbridge.errors import UsageError
@@ -48,6 +48,21 @@ class Options:
         loader computes live tensors of them.
     connect_timeout_seconds: for everybody to join, and again for each phase of connecting. update_timeout_seconds: for one
         version. heartbeat_timeout_seconds: silence after which a worker counts as lost.
+    stage_send: a trainer copies its weights to host memory (as much as its live shard), returns from `send_weights` and
+    sends from
+        there. stage_receive: an engine takes a version into host memory (as much as its live weights) while it goes on, and
+        installs it when all of it has arrived and been verified; a failure before that leaves the old version whole.
+    when_newer: what becomes of a version in flight when a newer one is sent. "finish": the call waits for its end. "supersede":
+        engines with stage_receive that have not begun to install it leave it out. "error": UsageError. None:
+        "supersede" when an engine has stage_receive, else "finish".
+    when_engine_fails: "fail": the version in flight is given up and the trainers' call raises, naming the culprit.
+    "drop": it is
+        sent again without that engine, if the trainers still hold it. The session goes on without the engine either way.
+    when_trainers_fail: what an engine does when the session is over. "raise": every later call raises. "rejoin": it
+    keeps serving
+        what it holds and joins the next session at this endpoint.
+    retries: further attempts at a version when a connection broke or bytes came in corrupted and nobody is lost.
+    digests: bytes that arrive are checked against the sender's digest before they are used.
     codec: how segments travel; "identity" is dense.
     observe: told of every step of this worker's data plane, with the time: for traces. See executor.Observe for its duties.
     """
@@ -70,6 +85,13 @@ class Options:
     update_timeout_seconds: float = 120.0
     heartbeat_seconds: float = 1.0
     heartbeat_timeout_seconds: float = 15.0
+    stage_send: bool = False
+    stage_receive: bool = False
+    when_newer: Literal["finish", "supersede", "error"] | None = None
+    when_engine_fails: Literal["drop", "fail"] = "fail"
+    when_trainers_fail: Literal["raise", "rejoin"] = "raise"
+    retries: int = 1
+    digests: bool = True
     codec: str = "identity"
     observe: Observe | None = None
 
@@ -79,6 +101,11 @@ class Options:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise UsageError(f"option {name} must be positive, got {getattr(self, name)}")
+        self._check_choice("when_newer", (None, "finish", "supersede", "error"))
+        self._check_choice("when_engine_fails", ("drop", "fail"))
+        self._check_choice("when_trainers_fail", ("raise", "rejoin"))
+        if self.retries < 0:
+            raise UsageError(f"option retries must not be negative, got {self.retries}")
         if self.loader_path_bytes < 0:
             raise UsageError(f"option loader_path_bytes must not be negative, got {self.loader_path_bytes}")
         if self.window < 1:
@@ -87,6 +114,12 @@ class Options:
             raise UsageError(
                 f"option heartbeat_timeout_seconds ({self.heartbeat_timeout_seconds}) must exceed twice heartbeat_seconds "
                 f"({self.heartbeat_seconds})"
+            )
+
+    def _check_choice(self, name: str, choices: tuple[str | None, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise UsageError(
+                f"option {name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}"
             )
 
 

@@ -1,61 +1,60 @@
 """The progress thread of a worker: lowers its program, connects to its peers, carries each version through.
 
-It works whether or not the worker's own code is computing, so an engine that another one waits for is never in the way.
+It works whether or not the worker's own code is computing, so an engine that another one waits for is never in the way. An
+attempt has an executor of its own, with fresh slots and connections; closing it fences every peer.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 from weightbridge.checkpoint import CheckpointSpec
-from weightbridge.coordinator.failures import kind_of
 from weightbridge.coordinator.options import Options
-from weightbridge.errors import InternalError, TransferTimeout, WeightBridgeError, WorkerError
+from weightbridge.errors import InternalError, WeightBridgeError
 from weightbridge.executor import Aborted, Endpoint, Executor, NetworkBytes
 from weightbridge.kernels import Buffer, choose_kernels
 from weightbridge.layout import SourceMap
 from weightbridge.machine import messages as w
 from weightbridge.plan import Plan, decode_plan
-from weightbridge.program import SlotSpec, lower, verify_program
+from weightbridge.program import SlotSpec, WorkerProgram, lower, verify_program
 from weightbridge.transports import Identity
 
 __all__ = ["ProgressThread"]
 
 _GRACE_SECONDS = 5.0  # beyond the hub's deadline, so that the hub's word, which names more, comes first
+_LOG = logging.getLogger(__name__)
 
 
 class ProgressThread:
     """One per worker. `submit` from any thread; the rest runs here unless a docstring says otherwise."""
 
     def __init__(
-        self, *, worker: str, spec: CheckpointSpec, options: Options,
-        post: Callable[[w.Message], None], failed: Callable[[WeightBridgeError], None],
+        self, *, worker: str, spec: CheckpointSpec, options: Options, failed: Callable[[int, WeightBridgeError], None],
     ) -> None:  # fmt: skip
-        """post: sends a message to the hub. failed: told once, when this worker's part has failed; the hub is told too."""
+        """failed: told of an attempt that failed here, and how; on this thread."""
         self._worker = worker
         self._spec = spec
         self._options = options
-        self._post = post
         self._failed = failed
         self._session = 0
         self._source_map: SourceMap | None = None
         self._live: tuple[Buffer, ...] = ()
         self._plan: Plan | None = None
+        self._program: WorkerProgram | None = None
         self._executor: Executor | None = None
         self._counted = NetworkBytes(0, 0)
-        self._allowed_by: dict[tuple[int, int], set[str]] = {}  # (version, attempt) -> who has said so
-        self._allow_lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"wb-progress-{worker}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+    def submit(self, attempt: int, work: Callable[[], None]) -> None:
+        """From any thread: do this here, for that attempt."""
+        self._work.put((attempt, work))
 
-    def abort(self, error: WeightBridgeError) -> None:
+    def abort(self, error: BaseException) -> None:
         """From any thread: end a transfer that runs, with that error."""
         executor = self._executor
         if executor is not None:
@@ -72,25 +71,34 @@ class ProgressThread:
         return self._plan
 
     def welcome(self, session: int, source_map: SourceMap, live: tuple[Buffer, ...]) -> None:
-        """Called by the thread that probed, before the map is handed in. live: where the live tensors lay then."""
+        """Called by the thread that probed, before the map is handed in. live: the memory that versions are read from
+        or written to: the live tensors, or their host copy."""
         self._session = session
         self._source_map = source_map
         self._live = live
 
-    # --- connect ----------------------------------------------------------------------------------------------------------
+    # --- an attempt ---------------------------------------------------------------------------------------------------------
 
-    def lower(self, plan_wire: bytes) -> None:
-        """Lower and verify the own program, take memory, open the transports, tell the hub where they are."""
+    def prepare(self, plan_wire: bytes) -> tuple[str, w.PeerEndpoint]:
+        """Lower and verify the own program (empty plan: keep the last one), take memory, open the transports.
+
+        Returns the plan's digest and where the peers find this worker.
+        """
         if self._source_map is None:
             raise InternalError(f"{self._worker} was handed a plan before it reported its layout")
-        plan = decode_plan(plan_wire)
-        me = plan.topology.index[self._worker]
-        program = lower(plan, self._spec, self._source_map, me, codec=self._options.codec)
-        verify_program(program, plan, self._spec, self._source_map)
-        self._plan = plan
+        self.stop()
+        if plan_wire:
+            plan = decode_plan(plan_wire)
+            program = lower(
+                plan, self._spec, self._source_map, plan.topology.index[self._worker], codec=self._options.codec
+            )
+            verify_program(program, plan, self._spec, self._source_map)
+            self._plan, self._program = plan, program
+        if self._plan is None or self._program is None:
+            raise InternalError(f"{self._worker} was asked to use its last plan and has none")
         self._executor = Executor(
-            workers=plan.topology.workers,
-            program=program,
+            workers=self._plan.topology.workers,
+            program=self._program,
             kernels=choose_kernels(self._options.kernels),
             identity=Identity(worker=self._worker, session=str(self._session), token=self._options.token),
             host=self._options.data_host,
@@ -99,54 +107,48 @@ class ProgressThread:
             deadline_seconds=self._options.heartbeat_timeout_seconds,
             observe=self._options.observe,
         )
-        self._post(w.ProgramReady(plan_digest=plan.digest, endpoint=_to_wire(self._executor.endpoint)))
+        return self._plan.digest, _to_wire(self._executor.endpoint)
 
-    def connect(self, attempt: int, peers: Mapping[str, w.PeerEndpoint]) -> None:
+    def connect(self, peers: Mapping[str, w.PeerEndpoint]) -> None:
         """Join with all peers and bind the kernels, which touches no tensor: an update finds them bound if none moved."""
         executor, plan = self._ready()
         executor.connect({plan.topology.index[name]: _from_wire(e) for name, e in peers.items()})
         executor.bind(self._live)
         self._counted = executor.network_bytes()
-        self._post(w.Connected(attempt=attempt))
+
+    def stop(self) -> None:
+        """End the attempt: fence every peer, give the slots back. Idempotent."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close()
 
     # --- one version ------------------------------------------------------------------------------------------------------
 
     def bind(self, live: tuple[Buffer, ...]) -> None:
         """From the worker's own thread, while it stands still: the memory that this version is read from or written to."""
-        self._ready()[0].bind(live)
+        self._live = live
+        executor = self._executor
+        if executor is not None:
+            executor.bind(live)
 
-    def allow_assemble(self, version: int, attempt: int, *, by: Literal["hub", "worker"]) -> None:
-        """From any thread. Live weights are overwritten only when both have said so: the hub (every engine has parked) and
-        this worker (its hook has run, its memory is bound)."""
-        with self._allow_lock:
-            said = self._allowed_by.setdefault((version, attempt), set())
-            said.add(by)
-            both = len(said) == 2
-        if both:
-            self._ready()[0].allow_assemble(version, attempt)
+    def allow_assemble(self, version: int, attempt: int) -> None:
+        """From any thread, also before the transfer begins: live weights may be overwritten by this version."""
+        executor = self._executor
+        if executor is not None:
+            executor.allow_assemble(version, attempt)
 
-    def transfer(
-        self,
-        *,
-        version: int,
-        attempt: int,
-        is_trainer: bool,
-        released: Callable[[], None],
-        done: Callable[[NetworkBytes], None],
-    ) -> None:
-        """Carry one version through; `done` gets the network bytes of this version."""
+    def transfer(self, *, version: int, attempt: int, may_assemble: bool, released: Callable[[], None]) -> NetworkBytes:
+        """Carry one version through; the network bytes of this version. may_assemble: from the start (trainers, host
+        copies)."""
         executor, plan = self._ready()
         executor.run(
-            session=self._session, epoch=plan.epoch, version=version, attempt=attempt, assemble_allowed=is_trainer,
+            session=self._session, epoch=plan.epoch, version=version, attempt=attempt, assemble_allowed=may_assemble,
             timeout_seconds=self._options.update_timeout_seconds + _GRACE_SECONDS, released=released,
         )  # fmt: skip
-        with self._allow_lock:
-            self._allowed_by.pop((version, attempt), None)
         counted = executor.network_bytes()
         moved = NetworkBytes(counted.sent - self._counted.sent, counted.received - self._counted.received)
         self._counted = counted
-        done(moved)
-        self._post(w.Transferred(version=version, attempt=attempt))
+        return moved
 
     # --- the thread -------------------------------------------------------------------------------------------------------
 
@@ -156,32 +158,18 @@ class ProgressThread:
         return self._executor, self._plan
 
     def _run(self) -> None:
-        broken = False
-        while (work := self._work.get()) is not None:
-            if broken:
-                continue  # the session is over; only the end is still awaited
+        while (item := self._work.get()) is not None:
+            attempt, work = item
             try:
                 work()
             except Aborted:
-                broken = True  # the hub said so: everybody knows
+                pass  # the hub said so, and asks for the end of the attempt next
             except WeightBridgeError as error:
-                broken = True
-                self._report(error)
+                self._failed(attempt, error)
             except Exception as error:  # our defect; everybody must still hear of it
-                broken = True
-                self._report(InternalError(f"{self._worker}: {type(error).__name__}: {error}"))
-        if self._executor is not None:
-            self._executor.close()
-
-    def _report(self, error: WeightBridgeError) -> None:
-        """To the hub, naming the lost peer where there is one, and to the own session."""
-        lost, reason = "", error.message
-        if isinstance(error, WorkerError) and error.causes:
-            lost, reason = next(iter(error.causes.items()))
-        elif isinstance(error, TransferTimeout):
-            lost = next(iter(getattr(error, "waiting_for", ())), "")
-        self._post(w.WorkerFailed(kind=kind_of(error), reason=reason, lost=lost))
-        self._failed(error)
+                _LOG.exception("%s: attempt %d failed", self._worker, attempt)
+                self._failed(attempt, InternalError(f"{self._worker}: {type(error).__name__}: {error}"))
+        self.stop()
 
 
 def _to_wire(endpoint: Endpoint) -> w.PeerEndpoint:

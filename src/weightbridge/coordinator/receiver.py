@@ -9,12 +9,18 @@ from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.options import Group, Options, check_endpoint, rank_and_size
 from weightbridge.coordinator.seat import LoadWeights, OnProgress, Seat, Tensors, seconds_since_epoch
 from weightbridge.coordinator.step_agreement import StepAgreement
-from weightbridge.errors import IncompleteUpdateError, TransferTimeout, UsageError, WeightBridgeError
+from weightbridge.errors import TransferTimeout, UsageError, WeightBridgeError
+from weightbridge.machine import messages as w
 from weightbridge.machine.session import HUB_WORKER
+from weightbridge.machine.worker import WorkerMachine
 
 __all__ = ["ReceiverAdapter"]
 
 _GRACE_SECONDS = 10.0
+
+
+class _GivenUp(Exception):  # noqa: N818 (control flow)
+    """The version in flight was given up while this worker stood still for it."""
 
 
 class ReceiverAdapter:
@@ -41,12 +47,11 @@ class ReceiverAdapter:
             raise UsageError(f"engine must be a name without a slash, got {engine!r}")
         rank, size = rank_and_size(group)
         self._hook = before_update_hook
-        self._version = -1
         self._closed = False
         self._seat = Seat(
             role="rollout", engine=engine, rank=rank, size=size, node=node or engine, endpoint=endpoint, checkpoint=checkpoint,
             load_weights=load_weights, tensors=tensors, options=self._options,
-            hear=lambda message: self._agreement.hear(message), failed=lambda _: self._agreement.end(),
+            hear=self._hear, ended=self._session_ended,
             on_progress=on_progress,
         )  # fmt: skip
         self._agreement = StepAgreement(
@@ -61,8 +66,11 @@ class ReceiverAdapter:
 
         Nearly always returns False at once: no lock, no system call. When the trainers connect or send a version, all
         workers of the engine stop in the same poll; the call then returns when this worker is probed, or holds the new
-        version whole (True). Raises WorkerError, IncompleteUpdateError (do not serve from this engine), TransferTimeout,
-        ProbeError; the session is over then and every later call raises the same.
+        version whole (True).
+
+        Raises WorkerError, TransferTimeout or ProbeError when the session is over (every later call raises the same), and
+        IncompleteUpdateError while this engine holds a mixture of versions: do not serve from it, but go on polling, until a
+        later version makes it whole.
         """
         gate = self._gate
         count = gate.count + 1
@@ -94,19 +102,43 @@ class ReceiverAdapter:
     @property
     def version(self) -> int:
         """The version that this worker serves; -1 before the first update."""
-        return self._version
+        return self._seat.machine.version
 
     @property
     def state(self) -> str:
-        """joining, ready, updating, poisoned (do not serve), failed or closed: what a router asks before it sends traffic."""
-        state = self._seat.state
-        if state.failure is not None:
-            return "poisoned" if isinstance(state.failure, IncompleteUpdateError) else "failed"
-        if state.closed:
+        """joining, ready, updating, poisoned (do not serve), failed or closed: what a router asks before it sends traffic.
+
+        An engine whose trainers are gone and that joins the next session (Options.when_trainers_fail="rejoin") is ready as long
+        as what it holds is whole.
+        """
+        machine = self._seat.machine
+        if machine.poisoned_by is not None:
+            return "poisoned"
+        if machine.failure is not None:
+            return "failed"
+        if machine.closed:
             return "closed"
-        if not state.ready or self._version < 0:
+        if machine.version < 0:
             return "joining"
-        return "updating" if state.begun[0] > self._version else "ready"
+        return "updating" if machine.begun[0] > max(machine.version, machine.failed_version) else "ready"
+
+    @property
+    def last_failure(self) -> WeightBridgeError | None:
+        """Why the session is over, or the newest version that was given up and who is to blame; None if nothing ever failed.
+
+        An engine that still holds a whole version goes on after a version was given up: its polls do not raise.
+        """
+        machine = self._seat.machine
+        failure = machine.failure or machine.given_up
+        return None if failure is None else self._seat.error_of(failure)
+
+    def wait_ready(self, timeout_seconds: float) -> int:
+        """Block until this worker serves a version, for a router or a health check on another thread than the one that polls.
+
+        Returns the version. Raises TransferTimeout, or what has ended the session.
+        """
+        self._seat.wait_for(lambda m: m.version >= 0 and m.poisoned_by is None, "a first version", timeout_seconds)
+        return self.version
 
     def close(self) -> None:
         """Leave the session; the weights stay as they are. Idempotent."""
@@ -116,9 +148,31 @@ class ReceiverAdapter:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _hear(self, message: w.Message) -> None:
+        """On the control thread, after the worker's machine has heard it."""
+        if self._seat.machine.poisoned_by is not None:
+            self._agreement.block(True)
+        self._agreement.hear(message)
+
+    def _session_ended(self, again: bool) -> None:
+        """On the control thread."""
+        if again:
+            self._agreement.renew()
+            self._agreement.block(self._seat.machine.poisoned_by is not None)
+        else:
+            self._agreement.end()
+
     def _poll_at_gate(self, count: int) -> bool:
         stopped_at = seconds_since_epoch()
-        self._seat.check()
+        if self._seat.machine.poisoned_by is None:
+            self._seat.check()
+        if (
+            count < self._agreement.agreed_gate
+        ):  # nothing is asked of this poll; it came here because polls are looked at
+            poisoned = self._seat.machine.poisoned_by
+            if poisoned is not None:
+                raise self._seat.error_of(poisoned)
+            return False
         self._seat.control.call(lambda: self._agreement.reached(count))
         limit = self._options.connect_timeout_seconds + self._options.update_timeout_seconds
         request = self._agreement.wait_at_gate(count, self._seat.check, limit)
@@ -129,29 +183,54 @@ class ReceiverAdapter:
         try:
             self._serve(request, seconds_since_epoch())
         except WeightBridgeError:
-            pass  # the session has failed: the engine's next poll raises it
+            pass  # the engine's next poll raises it
         except Exception as error:
             self._seat.report(error)
 
     def _serve(self, request: int, stopped_at: float) -> bool:
         """The engine stands still: be probed, or take the version in. True when weights were installed."""
+        seat = self._seat
         if self._agreement.is_connect(request):
-            self._seat.run_probe()
-            self._seat.control.call(lambda: self._agreement.done(request))
+            seat.run_probe()
+            seat.control.call(lambda: self._agreement.done(request))
             return False
-        version, attempt = self._seat.state.begun
+        version = seat.machine.begun[0]
         try:
             if self._hook is not None:
                 self._hook(version)
-            self._seat.bind_live()
+            if seat.staged:
+                seat.install(version)
+            else:
+                self._take_in(version)
+        except _GivenUp:
+            seat.control.call(lambda: self._agreement.done(request))
+            if seat.machine.poisoned_by is not None:
+                raise seat.error_of(seat.machine.poisoned_by) from None
+            return False
         except Exception as error:
-            self._seat.report(error)
+            if not seat.machine.over:
+                seat.report(error)
             raise
-        self._seat.progress.allow_assemble(version, attempt, by="worker")
-        limit = self._options.update_timeout_seconds + _GRACE_SECONDS
-        self._seat.wait_for(lambda s: s.committed >= version, f"version {version} to be whole", limit)
-        self._seat.run_loader(version)
-        self._version = version
-        self._seat.control.call(lambda: self._agreement.done(request))
-        self._seat.post_resumed(version, stopped_at, seconds_since_epoch())
+        seat.run_loader(version)
+        seat.installed(version)
+        seat.control.call(lambda: self._agreement.block(False))
+        seat.control.call(lambda: self._agreement.done(request))
+        seat.post_resumed(version, stopped_at, seconds_since_epoch())
         return True
+
+    def _take_in(self, version: int) -> None:
+        """Direct: let the version's bytes into the live weights, over as many attempts as it takes; until it is whole."""
+        seat, attempt = self._seat, -1
+        limit = self._options.update_timeout_seconds + self._options.connect_timeout_seconds + _GRACE_SECONDS
+
+        def news(machine: WorkerMachine) -> bool:
+            return machine.committed >= version or machine.failed_version >= version or machine.begun[1] != attempt
+
+        while seat.machine.committed < version:
+            if seat.machine.failed_version >= version:
+                raise _GivenUp
+            if seat.machine.begun[1] != attempt:
+                attempt = seat.machine.begun[1]
+                seat.bind_live()
+                seat.standing(version, attempt)
+            seat.wait_for(news, f"version {version} to be whole", limit)

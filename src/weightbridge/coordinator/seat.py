@@ -1,16 +1,16 @@
-"""A worker's seat in the session: what both adapters have in common.
+"""A worker's seat in the session: what both adapters have in common. The shell around `machine.worker.WorkerMachine`.
 
 Three threads meet here: the worker's own (it calls the adapter), the control thread (words from the hub) and the progress
-thread (bytes). All they share is under one condition; whatever the worker's own thread waits for, it waits for here, with a
-deadline.
+thread (bytes). All they share is the machine, under one condition; whatever the worker's own thread waits for, it waits for
+here, with a deadline.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,15 @@ import torch
 
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.control import ControlThread
-from weightbridge.coordinator.failures import failure_to_error, kind_of
+from weightbridge.coordinator.failures import error_to_failure, failure_to_error, kind_of
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
 from weightbridge.errors import TransferTimeout, WeightBridgeError, WorkerError
-from weightbridge.executor import LiveMemory, NetworkBytes
+from weightbridge.executor import HostCopy, LiveMemory, NetworkBytes
+from weightbridge.kernels import Buffer, choose_kernels
 from weightbridge.layout import SourceMap, encode_source_map
 from weightbridge.machine import messages as w
+from weightbridge.machine import worker as m
 from weightbridge.machine.session import HUB_WORKER
 from weightbridge.probe import ProbeOptions, live_tensors, probe
 from weightbridge.probe.cached import probe_with_cache
@@ -37,8 +39,12 @@ Tensors = Callable[[], Mapping[str, torch.Tensor]]
 OnProgress = Callable[[str, int, int], None]
 """Called with (what was done, steps done, steps in all) on the worker's own thread."""
 
-_VERDICT_SECONDS = 5.0  # how long a worker that lost a peer waits for the hub to say what happened
+_VERDICT_SECONDS = (
+    5.0  # how long a worker whose attempt failed waits for the hub before it believes the hub is gone too
+)
 _GRACE_SECONDS = 10.0  # beyond the hub's own deadlines
+_KEPT_ERRORS = 16
+_LOG = logging.getLogger(__name__)
 
 
 def seconds_since_epoch() -> float:
@@ -46,65 +52,55 @@ def seconds_since_epoch() -> float:
     return time.time()
 
 
-@dataclass(slots=True)
-class _State:
-    """Guarded by Seat.changed."""
-
-    failure: WeightBridgeError | None = None
-    suspicion: tuple[float, WeightBridgeError] | None = None  # (when to believe it, what this worker saw itself)
-    ready: bool = False
-    closed: bool = False
-    probe_with: frozenset[str] | None = None
-    heard: tuple[int, tuple[bytes, ...]] = (-1, ())  # (step, what each worker of the side said at it)
-    begun: tuple[int, int] = (-1, -1)  # (version, attempt) in flight or done
-    released_at: float = 0.0
-    released: bool = False
-    moved: dict[int, NetworkBytes] = field(default_factory=dict)
-    committed: int = -1
-    report: w.Report | None = None
-
-
 class Seat:
-    """One worker in one session. The adapters own it; `hear` is the adapter's ear for words only it understands."""
+    """One worker in one session at a time. The adapters own it; `hear` is the adapter's ear for words only it understands."""
 
     def __init__(
         self, *, role: str, engine: str, rank: int, size: int, node: str, endpoint: str, checkpoint: CheckpointSpec,
         load_weights: LoadWeights, tensors: Tensors, options: Options,
-        hear: Callable[[w.Message], None] | None = None, failed: Callable[[WeightBridgeError], None] | None = None,
+        hear: Callable[[w.Message], None] | None = None, ended: Callable[[bool], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:  # fmt: skip
+        """ended: told, on the control thread, that the session is over; True when the worker joins the next one."""
         self.name = f"{engine or role}/{rank}"
         self.options = options
         self.is_trainer = role == "trainer"
+        self.staged = options.stage_send if self.is_trainer else options.stage_receive
         self._spec = checkpoint
         self._load_weights = load_weights
         self._tensors = tensors
         self._hear = hear
-        self._on_failed = failed
+        self._on_ended = ended
         self._on_progress = on_progress
         self._source_map: SourceMap | None = None
-        self._staging: dict[str, torch.Tensor] = {}  # carried live tensors
+        self._carried: dict[str, torch.Tensor] = {}  # live tensors that the library keeps for the loader path
         self._live: LiveMemory | None = None
+        self._host: HostCopy | None = None
         self._side = engine or role
+        self._engine = engine
         self._num_words = 0
-        self._session = 0
-        self.stalled_at = 0.0  # when this worker last stopped computing for an update; written by its own thread
-        self.changed = threading.Condition()
-        self.state = _State()
-        join = w.Join(
-            protocol=w.PROTOCOL_VERSION, worker=self.name, role=role, engine=engine, rank=rank, size=size, node=node,
-            bandwidth=options.bandwidth, spec_digest=checkpoint.digest,
-            dtypes=tuple(sorted({t.dtype.name for t in live_tensors(tensors())})),
-        )  # fmt: skip
-        self.progress = ProgressThread(
-            worker=self.name, spec=checkpoint, options=options, post=self.post, failed=self._suspect
+        self._moved: dict[int, NetworkBytes] = {}
+        self._errors: list[
+            tuple[w.Failure | w.UpdateFailed, WeightBridgeError]
+        ] = []  # exceptions made of failures, newest last
+        self._suspicion: tuple[float, WeightBridgeError] | None = (
+            None  # (when to believe it, what this worker saw itself)
         )
+        self._spans: dict[int, list[float]] = {}  # trainer: version -> [stopped computing, went on]; guarded by changed
+        self.changed = threading.Condition()
+        self.machine = m.WorkerMachine(worker=self.name, engine=engine, staged=self.staged)
+        self._join = partial(
+            w.Join, protocol=w.PROTOCOL_VERSION, worker=self.name, role=role, engine=engine, rank=rank, size=size, node=node,
+            bandwidth=options.bandwidth, spec_digest=checkpoint.digest,
+            dtypes=tuple(sorted({t.dtype.name for t in live_tensors(tensors())})), staged=self.staged,
+        )  # fmt: skip
+        self.progress = ProgressThread(worker=self.name, spec=checkpoint, options=options, failed=self._attempt_failed)
         self.control = ControlThread(
             endpoint=endpoint,
-            join=join,
+            join=self._join(),
             options=options,
             on_message=self._on_message,
-            on_failure=self.fail,
+            on_failure=self._lost_hub,
             on_tick=self._on_tick,
         )
 
@@ -117,21 +113,24 @@ class Seat:
 
     def close(self) -> None:
         """Leave the session and end the threads. Idempotent; bounded by the data plane's deadline."""
-        if self.state.failure is None and not self.state.closed:
+        with self.changed:
+            leaving = not self.machine.over
+            self.machine.closed = True
+            self.changed.notify_all()
+        if leaving:
             self.post(w.Goodbye())
-        self._set(closed=True)
         self.progress.close()
         self.control.close()
+        self._host = None  # its memory goes with the last thread that uses it
 
     # --- for the worker's own thread --------------------------------------------------------------------------------------
 
-    def wait_for(self, done: Callable[[_State], bool], what: str, seconds: float) -> None:
+    def wait_for(self, done: Callable[[m.WorkerMachine], bool], what: str, seconds: float) -> None:
         """Wait until `done`; raises the session's failure, or TransferTimeout saying what was waited for."""
         give_up = time.monotonic() + seconds
         with self.changed:
-            while not done(self.state):
-                if self.state.failure is not None:
-                    raise self.state.failure
+            while not done(self.machine):
+                self.check()
                 left = give_up - time.monotonic()
                 if left <= 0:
                     raise TransferTimeout(
@@ -143,44 +142,96 @@ class Seat:
 
     def check(self) -> None:
         """Raise the session's failure if there is one."""
-        if self.state.failure is not None:
-            raise self.state.failure
+        failure = self.machine.failure
+        if failure is not None:
+            raise self.error_of(failure)
+
+    def error_of(self, failure: w.Failure | w.UpdateFailed) -> WeightBridgeError:
+        """The exception for a failure; the same object each time."""
+        with self.changed:
+            for known, error in self._errors:
+                if known is failure:
+                    return error
+            return self._remember(failure, failure_to_error(failure, me=self.name))
+
+    def _remember(self, failure: w.Failure | w.UpdateFailed, error: WeightBridgeError) -> WeightBridgeError:
+        self._errors = [*self._errors[-_KEPT_ERRORS:], (failure, error)]
+        return error
 
     def run_probe(self) -> None:
         """Wait for the hub's word, learn this worker's layout, report it. The whole side does this at the same time."""
         limit = self.options.connect_timeout_seconds + _GRACE_SECONDS
         self.wait_for(lambda s: s.probe_with is not None, "the word to probe", limit)
-        dtypes = self.state.probe_with
+        self._num_words = 0
         try:
-            folder = self.options.map_cache
-            learn = probe if folder is None else partial(probe_with_cache, folder=folder, worker=self.name)
-            source_map = learn(
-                spec=self._spec, load_weights=self._load_weights, tensors=self._tensors, dtypes=dtypes,
-                progress=self._on_progress, allow_loader_path=not self.is_trainer, agree=self._agree,
-                options=ProbeOptions(
-                    backup=self.options.backup_weights,
-                    expected_untouched=self.options.expected_untouched,
-                    loader_path_bytes=self.options.loader_path_bytes,
-                ),
-            )  # fmt: skip
-            self._source_map = source_map
-            self._staging = staging_tensors(source_map)
-            self._live = LiveMemory(source_map.live)
-            buffers = self._live.buffers(self._all_tensors())
+            source_map = self._kept_map() or self._learn()
+            buffers = self._take_map(source_map)
         except Exception as error:
             self.report(error, kind="ProbeError")
             raise
-        self.progress.welcome(self._session, source_map, buffers)
+        self.progress.welcome(self.machine.session, source_map, buffers)
         self.post(w.LayoutReady(source_map=encode_source_map(source_map)))
+
+    def _kept_map(self) -> SourceMap | None:
+        """The layout learnt for an earlier session, when every worker of the side still has the one it had then."""
+        same = False
+        if self._source_map is not None and self._live is not None:
+            try:
+                self._live.buffers(self._all_tensors())
+                same = True
+            except WeightBridgeError:
+                pass  # other tensors than then: to be probed again
+        said = self._agree(b"kept" if same else b"new")
+        return self._source_map if all(word == b"kept" for word in said) else None
+
+    def _learn(self) -> SourceMap:
+        folder = self.options.map_cache
+        learn = probe if folder is None else partial(probe_with_cache, folder=folder, worker=self.name)
+        return learn(
+            spec=self._spec, load_weights=self._load_weights, tensors=self._tensors, dtypes=self.machine.probe_with,
+            progress=self._on_progress, allow_loader_path=not self.is_trainer, agree=self._agree,
+            options=ProbeOptions(
+                backup=self.options.backup_weights,
+                expected_untouched=self.options.expected_untouched,
+                loader_path_bytes=self.options.loader_path_bytes,
+            ),
+        )  # fmt: skip
+
+    def _take_map(self, source_map: SourceMap) -> tuple[Buffer, ...]:
+        """Keep the layout; the memory that versions go through: the live tensors, or a host copy of them."""
+        if source_map is not self._source_map:
+            self._source_map = source_map
+            self._carried = staging_tensors(source_map)
+            self._live = LiveMemory(source_map.live)
+            self._host = HostCopy(source_map, choose_kernels(self.options.kernels)) if self.staged else None
+        return self._host.buffers if self._host is not None else self._live_buffers()
 
     def bind_live(self) -> None:
         """Look again where the live tensors lie and bind the kernels to them anew if any has moved. The worker must stand
-        still."""
-        if self._live is not None:
-            self.progress.bind(self._live.buffers(self._all_tensors()))
+        still. With a host copy the kernels stay bound to that."""
+        if self._host is None:
+            self.progress.bind(self._live_buffers())
+
+    def capture(self, version: int) -> None:
+        """Trainer with a host copy: copy the weights as they are now. Nothing may still be sent from the copy."""
+        if self._host is not None:
+            self._host.capture(self._live_buffers())
+            with self.changed:
+                self.machine.capture(version)
+
+    def install(self, version: int) -> None:
+        """Rollout with a host copy, standing still: the version that lies there becomes the live one."""
+        if self._host is not None:
+            live = self._live_buffers()
+            with self.changed:
+                self.machine.installing(version)
+            self._host.install(live)
+
+    def _live_buffers(self) -> tuple[Buffer, ...]:
+        return () if self._live is None else self._live.buffers(self._all_tensors())
 
     def _all_tensors(self) -> Mapping[str, torch.Tensor]:
-        return {**self._tensors(), **self._staging} if self._staging else self._tensors()
+        return {**self._tensors(), **self._carried} if self._carried else self._tensors()
 
     def run_loader(self, version: int) -> None:
         """Let the worker's own loader make what it computes of the checkpoint tensors that were carried here for it.
@@ -191,7 +242,7 @@ class Seat:
         groups = () if self._source_map is None else self._source_map.loader_groups
         for group in groups:
             try:
-                self._load_weights(carried_tensors(self._spec, group, self._staging))
+                self._load_weights(carried_tensors(self._spec, group, self._carried))
             except Exception as error:
                 self.report(
                     WorkerError(
@@ -202,8 +253,18 @@ class Seat:
                 )
                 raise
 
+    def standing(self, version: int, attempt: int) -> None:
+        """Direct rollout: stands still and is bound; live weights may be overwritten as soon as the hub says so too."""
+        self._perform(lambda: self.machine.standing(version, attempt))
+
+    def installed(self, version: int) -> None:
+        """This worker serves the version."""
+        with self.changed:
+            self.machine.installed(version)
+            self.changed.notify_all()
+
     def report(self, error: Exception, kind: str = "WorkerError") -> None:
-        """Tell the hub that this worker failed. kind: under which name an error that is not one of ours travels."""
+        """Tell the hub that this worker cannot go on. kind: under which name an error that is not one of ours travels."""
         ours = isinstance(error, WeightBridgeError)
         reason = str(error) if ours else f"{type(error).__name__}: {error}"
         rank = getattr(error, "side_rank", None)  # another worker of this side met it
@@ -219,102 +280,145 @@ class Seat:
         self.wait_for(
             lambda s: s.heard[0] >= step, f"the other workers of {self._side} at step {step} of the probe", limit
         )
-        return self.state.heard[1]
+        return self.machine.heard[1]
 
-    def announce(self, version: int) -> None:
-        """A trainer's weights are ready to go as `version`."""
+    def announce(self, version: int, stalled_at: float) -> None:
+        """A trainer's weights are ready to go as `version`; it stopped computing for that at `stalled_at`."""
+        with self.changed:
+            self._spans = {v: span for v, span in self._spans.items() if v >= self.machine.begun[0]}
+            self._spans[version] = [stalled_at, seconds_since_epoch()]
         self.post(w.SendReady(version=version))
+
+    # --- what the machine asks for ------------------------------------------------------------------------------------------
+
+    def _perform(self, ask: Callable[[], Iterable[m.Do]]) -> None:
+        """Feed the machine and do as it says. From any thread."""
+        with self.changed:
+            todo = tuple(ask())
+            self.changed.notify_all()
+        for do in todo:
+            match do:
+                case m.Say(message=message):
+                    self.post(message)
+                case m.Prepare(attempt=attempt, plan=plan):
+                    self.progress.submit(attempt, partial(self._prepare, attempt, plan))
+                case m.Connect(attempt=attempt, peers=peers):
+                    self.progress.submit(attempt, partial(self._connect, attempt, peers))
+                case m.Transfer(version=version, attempt=attempt):
+                    self.progress.submit(attempt, partial(self._transfer, version, attempt))
+                case m.Assemble(version=version, attempt=attempt):
+                    self.progress.allow_assemble(version, attempt)
+                case m.Stop(attempt=attempt):
+                    self.progress.abort(WorkerError("the attempt was ended", causes={}))
+                    self.progress.submit(attempt, partial(self._stop, attempt))
+                case m.Leave():
+                    self._leave()
+
+    def _leave(self) -> None:
+        """The session is over for this worker, which may join the next one."""
+        failure = self.machine.failure
+        own_fault = failure is not None and any(n.startswith(f"{self._side}/") for n in failure.causes)
+        again = self.options.when_trainers_fail == "rejoin" and not self.is_trainer and not own_fault
+        self.progress.abort(WorkerError("the session is over", causes={}))
+        self.progress.submit(0, self.progress.stop)
+        if again:
+            if failure is not None:
+                _LOG.warning("%s keeps version %d: %s", self.name, self.machine.version, self.error_of(failure).message)
+            with self.changed:
+                old = self.machine
+                self.machine = m.WorkerMachine(
+                    worker=self.name, engine=self._engine, staged=self.staged, version=old.version
+                )
+                self.machine.poisoned_by, self.machine.mixed = old.poisoned_by, old.mixed
+                self.changed.notify_all()
+        else:
+            self.control.stop_watching()
+        if self._on_ended is not None:
+            self._on_ended(again)
+        if again:
+            self.control.rejoin(self._join(version=self.machine.version))
 
     # --- on the control thread --------------------------------------------------------------------------------------------
 
     def _on_message(self, message: w.Message) -> None:
-        match message:
-            case w.Welcome(session=session):
-                self._session = session
-            case w.RunProbe(dtypes=dtypes):
-                self._set(probe_with=frozenset(dtypes))
-            case w.SideHeard(step=step, data=data):
-                self._set(heard=(step, data))
-            case w.PlanReady(plan=plan):
-                self.progress.submit(lambda: self.progress.lower(plan))
-            case w.ConnectPeers(attempt=attempt, peers=peers):
-                self.progress.submit(lambda: self.progress.connect(attempt, peers))
-            case w.Ready():
-                self._set(ready=True)
-            case w.Begin(version=version, attempt=attempt):
-                self._set(begun=(version, attempt), released=False)
-                self.progress.submit(lambda: self._transfer(version, attempt))
-            case w.AllowAssemble(version=version, attempt=attempt):
-                self.progress.allow_assemble(version, attempt, by="hub")
-            case w.Committed(version=version):
-                self._set(committed=version)
-            case w.Report():
-                self._set(report=message)
-            case w.Closed():
-                self.control.stop_watching()
-                self._set(closed=True)
-            case w.Failure():
-                self.post(w.Heard())
-                self.control.stop_watching()
-                self.fail(failure_to_error(message, me=self.name))
-            case _:
-                if self._hear is not None:
-                    self._hear(message)
+        self._perform(lambda: self.machine.hear(message))
+        if self._hear is not None:
+            self._hear(message)
 
     def _on_tick(self, now: float) -> None:
-        suspicion = self.state.suspicion
-        if suspicion is not None and self.state.failure is None and now >= suspicion[0]:
-            self.fail(suspicion[1])
+        suspicion = self._suspicion
+        if suspicion is not None and now >= suspicion[0]:
+            self._suspicion = None
+            if not self.machine.over and self.machine.attempt > self.machine.stopped_attempt:
+                self._lost_hub(suspicion[1])
 
-    def fail(self, error: WeightBridgeError) -> None:
-        """The session is over for this worker: every waiting and every later call raises `error`. First word wins."""
-        with self.changed:
-            if self.state.failure is not None:
-                return
-            self.state.failure = error
-            self.changed.notify_all()
-        self.progress.abort(error)
-        if self._on_failed is not None:
-            self._on_failed(error)
+    def _lost_hub(self, error: WeightBridgeError) -> None:
+        """The hub does not answer, or did not let this worker in."""
+
+        def failed() -> tuple[m.Do, ...]:
+            if self.machine.over:
+                return ()
+            failure = error_to_failure(error, me=self.name, version=self.machine.begun[0])
+            self.machine.fail(failure)
+            if self.machine.failure is failure:  # not changed to say that the weights are a mixture
+                self._remember(failure, error)
+            return (m.Leave(failed=True),)
+
+        self._perform(failed)
 
     # --- on the progress thread -------------------------------------------------------------------------------------------
 
-    def _suspect(self, error: WeightBridgeError) -> None:
-        """This worker's own part has failed. The hub sees more than one worker does: its word is awaited for a moment."""
-        with self.changed:
-            self.state.suspicion = (time.monotonic() + _VERDICT_SECONDS, error)
+    def _prepare(self, attempt: int, plan: bytes) -> None:
+        digest, endpoint = self.progress.prepare(plan)
+        self.post(w.ProgramReady(attempt=attempt, plan_digest=digest, endpoint=endpoint))
+
+    def _connect(self, attempt: int, peers: Mapping[str, w.PeerEndpoint]) -> None:
+        self.progress.connect(peers)
+        self.post(w.Connected(attempt=attempt))
+
+    def _stop(self, attempt: int) -> None:
+        self.progress.stop()
+        self._perform(lambda: self.machine.stopped(attempt))
 
     def _transfer(self, version: int, attempt: int) -> None:
         def released() -> None:
-            self._set(released=True, released_at=seconds_since_epoch())
-
-        def done(moved: NetworkBytes) -> None:
             with self.changed:
-                self.state.moved = {version: moved}
+                if self.machine.release(version, attempt) and not self.staged:
+                    self._spans.setdefault(version, [0.0, 0.0])[1] = seconds_since_epoch()
+                self.changed.notify_all()
 
-        self.progress.transfer(
-            version=version, attempt=attempt, is_trainer=self.is_trainer, released=released, done=done
-        )
+        direct = not self.is_trainer and not self.staged
+        moved = self.progress.transfer(version=version, attempt=attempt, may_assemble=not direct, released=released)
+        with self.changed:
+            self._moved = {version: moved}
+            unreleased = self.is_trainer and self.machine.released < version
+        if unreleased:
+            released()
+        self._perform(lambda: self.machine.transferred(version, attempt))
         if self.is_trainer:
-            self._trainer_done(version)
+            with self.changed:
+                stalled_at, resumed_at = self._spans[version]
+            self.post_resumed(version, stalled_at, max(stalled_at, resumed_at))
 
-    def _trainer_done(self, version: int) -> None:
-        """A trainer's stall has ended when its weights had left."""
-        if not self.state.released:
-            self._set(released=True, released_at=seconds_since_epoch())
-        self.post_resumed(version, self.stalled_at, self.state.released_at)
+    def _attempt_failed(self, attempt: int, error: WeightBridgeError) -> None:
+        """This worker's own part has failed. The hub sees more than one worker does: its word is awaited for a moment."""
+        lost, reason = "", error.message
+        causes = getattr(error, "causes", None) or {}
+        if causes:
+            lost, reason = next(iter(causes.items()))
+        elif isinstance(error, TransferTimeout):
+            lost = next(iter(getattr(error, "waiting_for", ())), "")
+        if attempt == 0:
+            return
+        self._suspicion = (time.monotonic() + _VERDICT_SECONDS, error)
+        kind = kind_of(error)
+        self._perform(lambda: self.machine.attempt_failed(attempt, kind=kind, reason=reason, lost=lost))
 
     def post_resumed(self, version: int, stalled_at: float, resumed_at: float) -> None:
         """Tell the hub that this worker computes again, and what the version cost it."""
-        moved = self.state.moved.get(version, NetworkBytes(0, 0))
+        moved = self._moved.get(version, NetworkBytes(0, 0))
         self.post(
             w.Resumed(
                 version=version, stalled_at=stalled_at, resumed_at=resumed_at, sent=moved.sent, received=moved.received
             )
         )
-
-    def _set(self, **changes: Any) -> None:
-        with self.changed:
-            for name, value in changes.items():
-                setattr(self.state, name, value)
-            self.changed.notify_all()

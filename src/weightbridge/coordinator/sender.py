@@ -11,6 +11,8 @@ from weightbridge.coordinator.hub import Hub
 from weightbridge.coordinator.options import Group, Options, check_endpoint, rank_and_size
 from weightbridge.coordinator.seat import LoadWeights, OnProgress, Seat, Tensors, seconds_since_epoch
 from weightbridge.errors import UsageError
+from weightbridge.machine import messages as w
+from weightbridge.machine.worker import WorkerMachine
 from weightbridge.plan import Plan, PlanFacts
 
 __all__ = ["SenderAdapter", "UpdateHandle", "UpdateReport"]
@@ -24,7 +26,8 @@ class UpdateReport:
 
     ewtt_seconds: from the first worker that stopped computing to the last that resumed. agst_seconds: total stall of all
     workers over their number. network_bytes: worker -> (sent, received) between nodes, counted by the kernel.
-    engines: engine -> its state afterwards.
+    engines: engine -> "ready", "superseded" (it left the version out for a newer one) or "lost". attempts: how often it
+    was sent. slowest_worker: the last one to go on.
     """
 
     version: int
@@ -32,6 +35,8 @@ class UpdateReport:
     agst_seconds: float
     network_bytes: Mapping[str, tuple[int, int]]
     engines: Mapping[str, str]
+    attempts: int = 1
+    slowest_worker: str = ""
 
 
 class UpdateHandle:
@@ -44,27 +49,41 @@ class UpdateHandle:
     def wait(self, timeout_seconds: float | None = None) -> UpdateReport:
         """Block until every engine serves the version. Default time-out: Options.update_timeout_seconds.
 
-        Raises WorkerError, IncompleteUpdateError or TransferTimeout; each names who failed in `.causes`.
+        Raises WorkerError, IncompleteUpdateError or TransferTimeout when the version was given up or the session is over; each
+        names who failed in `.causes`. After a version that was given up the next one may be sent.
         """
         limit = (
             self._seat.options.update_timeout_seconds + _GRACE_SECONDS if timeout_seconds is None else timeout_seconds
         )
-        version = self.version
-        self._seat.wait_for(
-            lambda s: s.report is not None and s.report.version >= version, f"the end of version {version}", limit
-        )
-        report = self._seat.state.report
-        if report is None or report.version != version:
+        seat, version = self._seat, self.version
+        seat.wait_for(lambda m: version in m.endings or _newest(m) > version, f"the end of version {version}", limit)
+        ending = seat.machine.endings.get(version)
+        if ending is None:
             raise UsageError(
-                f"the report of version {version} is gone: a later version has been sent since; wait before sending"
+                f"the report of version {version} is gone: later versions have been sent since; wait sooner"
             )
+        if isinstance(ending, w.UpdateFailed):
+            raise seat.error_of(ending)
         return UpdateReport(
             version=version,
-            ewtt_seconds=report.ewtt_seconds,
-            agst_seconds=report.agst_seconds,
-            network_bytes=MappingProxyType(dict(report.network_bytes)),
-            engines=MappingProxyType(dict(report.engines)),
+            ewtt_seconds=ending.ewtt_seconds,
+            agst_seconds=ending.agst_seconds,
+            network_bytes=MappingProxyType(dict(ending.network_bytes)),
+            engines=MappingProxyType(dict(ending.engines)),
+            attempts=ending.attempts,
+            slowest_worker=ending.slowest_worker,
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        machine = self._seat.machine
+        return self.version in machine.endings or _newest(machine) > self.version or machine.over
+
+
+def _newest(machine: WorkerMachine) -> int:
+    """The newest version whose end is known."""
+    return max(machine.endings, default=-1)
 
 
 class SenderAdapter:
@@ -131,30 +150,55 @@ class SenderAdapter:
         limit = (
             5 * self._options.connect_timeout_seconds + _GRACE_SECONDS
         )  # one for each phase; the hub's deadlines come first
-        self._seat.wait_for(lambda s: s.ready, "the session to be ready", limit)
+        self._seat.wait_for(lambda m: m.ever_ready, "the session to be ready", limit)
         self._connected = True
 
     def send_weights(self, version: int, *, blocking: bool = True) -> UpdateHandle:
         """Send the weights as they are now to every engine. Collective over the trainer workers.
 
-        With `blocking` it returns when this worker's weights have left and may change; without, at once, and the weights
-        must not change before `handle.wait()` has returned. Versions only grow. A version still in flight is waited
-        for first, so nothing queues up. Raises as UpdateHandle.wait.
+        With Options.stage_send it returns when the weights have been copied. Else, with `blocking`, when this worker's weights
+        have left and may change; without, at once, and the weights must not change before `handle.wait()` has returned.
+        Versions only grow, also over a restart of the trainers. What becomes of a version still in flight, Options.when_newer
+        says; nothing queues up. Raises as UpdateHandle.wait, for this version, or for the session.
         """
         seat = self._connected_seat()
-        if version <= self._sent:
-            raise UsageError(f"send_weights({version}): versions only grow, and {self._sent} was sent before")
-        limit = self._options.update_timeout_seconds + _GRACE_SECONDS
-        if self._sent >= 0:
-            UpdateHandle(seat, self._sent).wait()
+        floor = max(self._sent, seat.machine.floor)
+        if version <= floor:
+            raise UsageError(
+                f"send_weights({version}): versions only grow, and {floor} was sent before or is held by an engine; "
+                f"send at least {floor + 1}"
+            )
         seat.check()
-        seat.stalled_at = seconds_since_epoch()
+        self._let_go_of_last(seat)
+        stalled_at = seconds_since_epoch()
         seat.bind_live()
+        seat.capture(version)
         self._sent = version
-        seat.announce(version)
-        if blocking:
-            seat.wait_for(lambda s: s.begun[0] == version and s.released, f"version {version} to leave", 2 * limit)
-        return UpdateHandle(seat, version)
+        seat.announce(version, stalled_at)
+        handle = UpdateHandle(seat, version)
+        if blocking and not seat.staged:
+            limit = 2 * self._options.update_timeout_seconds + _GRACE_SECONDS
+            seat.wait_for(lambda m: m.released >= version or version in m.endings, f"version {version} to leave", limit)
+            if isinstance(seat.machine.endings.get(version), w.UpdateFailed):
+                handle.wait()
+        return handle
+
+    def _let_go_of_last(self, seat: Seat) -> None:
+        """Before a new version: what becomes of the last one, by Options.when_newer."""
+        last, limit = self._sent, self._options.update_timeout_seconds + _GRACE_SECONDS
+        if last < 0:
+            return
+        policy = self._options.when_newer or ("supersede" if seat.machine.staged_engines else "finish")
+        if policy == "error" and last not in seat.machine.endings:
+            raise UsageError(
+                f"version {last} is still in flight; wait for its handle before the next send_weights, or choose another "
+                "Options(when_newer=...)"
+            )
+        if policy == "supersede":  # its bytes have left; whether it is installed is for the hub to decide
+            what = f"version {last} to leave"
+            seat.wait_for(lambda m: m.released >= last or last in m.endings, what, limit)
+        else:
+            seat.wait_for(lambda m: last in m.endings, f"the end of version {last}", limit)
 
     @property
     def plan(self) -> Plan | None:

@@ -29,6 +29,7 @@ class StepAgreement:
         the step lock; it must end with `done` being called on the control thread."""
         self.gate = Gate()
         self.step_lock = threading.Lock()
+        self._window = window
         self._member = a.AgreementMember(window)
         self._idle_install = idle_install
         self._changed = changed
@@ -36,6 +37,8 @@ class StepAgreement:
         self._install_idle = install_idle
         self._install: int | None = None  # request to install on the polling thread; guarded by _changed
         self._connect_requests: set[int] = set()
+        self.agreed_gate = a.NO_GATE  # what the agreement wants of the gate; the control thread writes it
+        self._blocked = False
         self._ended = False
         self._idle_thread: threading.Thread | None = None
 
@@ -53,7 +56,7 @@ class StepAgreement:
                 if self._install is not None:
                     request, self._install = self._install, None
                     return request
-                if count < self.gate.gate:
+                if count < self.agreed_gate and not self._ended:
                     return None
                 left = give_up - time.monotonic()
                 if left <= 0:
@@ -102,9 +105,16 @@ class StepAgreement:
         In this order, because an idle install may still be writing when its step lock is released.
         """
         self._ended = True
-        self._write_gate(0)
+        self._store_gate()
         if self._member.request:
             self._feed(a.Aborted(self._member.request))
+
+    def renew(self) -> None:
+        """The session is over and another one will come, with requests of its own: nobody waits or holds a lock any more."""
+        if self._member.request:
+            self._feed(a.Aborted(self._member.request))
+        self._member = a.AgreementMember(self._window)
+        self._connect_requests.clear()
 
     def _feed(self, event: a.MemberEvent) -> None:
         for instruction in self._member.handle(event):
@@ -145,7 +155,17 @@ class StepAgreement:
             self._install = request
             self._changed.notify_all()
 
+    def block(self, blocked: bool) -> None:
+        """Every poll is looked at, although nothing is agreed on: the engine must not serve what it holds."""
+        if blocked != self._blocked:
+            self._blocked = blocked
+            self._store_gate()
+
     def _write_gate(self, value: int) -> None:
-        self.gate.gate = 0 if self._ended else value
+        self.agreed_gate = value
+        self._store_gate()
+
+    def _store_gate(self) -> None:
+        self.gate.gate = 0 if self._ended or self._blocked else self.agreed_gate
         with self._changed:
             self._changed.notify_all()

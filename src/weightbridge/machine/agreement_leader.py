@@ -279,6 +279,14 @@ class AgreementLeader:
             case Abort():
                 return self._fail(None, event.cause)
 
+    @property
+    def at_rest(self) -> bool:
+        """No member waits, holds a lock or installs for this leader any more: the next request may start, weights may
+        change."""
+        if self._phase is _Phase.FAILED:
+            return all(view.aborted or view.lost for view in self._views)
+        return self._phase in (_Phase.FREE, _Phase.DONE)
+
     def waiting_for(self) -> tuple[tuple[int, str], ...]:
         """The members that owe something, and what, in words; for the messages of deadlines."""
         match self._phase:

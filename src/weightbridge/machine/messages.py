@@ -14,14 +14,15 @@ from msgspec import Meta
 from weightbridge.errors import TransportError
 
 __all__ = [
-    "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION", "AllowAssemble", "AskIdle", "Begin", "Closed", "Commit", "Committed",
-    "ConnectPeers", "Connected", "Failure", "Goodbye", "Heard", "Heartbeat", "IdleAnswer", "IdleInstall", "IdleRelease",
-    "InstallNow", "Installed", "Join", "LayoutReady", "Message", "Parked", "PeerEndpoint", "PlanReady",
-    "ProgramReady", "Promise", "Propose", "Ready", "Rejected", "Report", "Resumed", "RunProbe", "SendReady", "SideHeard",
-    "SideSay", "Slot", "StopRequest", "Stopped", "Transferred", "Welcome", "WorkerFailed", "decode", "encode",
+    "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION", "AbortAttempt", "AllowAssemble", "AskIdle", "AttemptFailed", "Begin", "Closed",
+    "Commit", "Committed", "ConnectPeers", "Connected", "Failure", "Goodbye", "Heard", "Heartbeat", "IdleAnswer",
+    "IdleInstall", "IdleRelease", "InstallNow", "Installed", "Join", "LayoutReady", "Message", "Parked", "PeerEndpoint",
+    "PlanReady", "ProgramReady", "Promise", "Propose", "Quiesced", "Ready", "Rejected", "Report", "Resumed", "RunProbe",
+    "SendReady", "SideHeard", "SideSay", "Slot", "StopRequest", "Stopped", "Transferred", "UpdateFailed", "Welcome",
+    "WorkerFailed", "decode", "encode",
 ]  # fmt: skip
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 30  # a source map or a plan of a very large job; all else is tiny
 
 MAX_WORD_BYTES = 1 << 24  # of what a worker says to its side while it probes
@@ -40,7 +41,11 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknow
 
 
 class Join(Message, frozen=True):
-    """Worker -> hub, first. size: workers of its side (trainer group or engine). dtypes: of its live tensors."""
+    """Worker -> hub, first. size: workers of its side (trainer group or engine). dtypes: of its live tensors.
+
+    version: what this worker holds from an earlier session, -1 for nothing. staged: it receives into host memory and installs
+    later (rollout), or sends from a host copy (trainer).
+    """
 
     protocol: Count
     worker: Name
@@ -52,6 +57,8 @@ class Join(Message, frozen=True):
     bandwidth: float
     spec_digest: Name
     dtypes: Annotated[tuple[Name, ...], Meta(max_length=64)]
+    version: Number = -1
+    staged: bool = False
 
 
 class Welcome(Message, frozen=True):
@@ -61,9 +68,10 @@ class Welcome(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """Hub -> worker: not joined, and why."""
+    """Hub -> worker: not joined, and why. again: the reason may pass (its place is still taken); ask later."""
 
     reason: Text
+    again: bool = False
 
 
 class Heartbeat(Message, frozen=True):
@@ -79,7 +87,8 @@ class Closed(Message, frozen=True):
 
 
 class WorkerFailed(Message, frozen=True):
-    """Worker -> hub: this worker failed, or it lost the peer named in `lost` ("" for none). kind: error class name."""
+    """Worker -> hub: this worker cannot go on (its own code raised, its memory is gone), or a worker of its own side cannot,
+    which `lost` names ("" for none). kind: error class name."""
 
     kind: Name
     reason: Text
@@ -87,7 +96,8 @@ class WorkerFailed(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """Hub -> all: the session is over. causes: worker -> what happened; poisoned: engines that hold mixed versions."""
+    """Hub -> worker: the session is over for you. causes: worker -> what happened; poisoned: engines that hold mixed
+    versions."""
 
     kind: Name
     causes: dict[Name, Text]
@@ -130,9 +140,13 @@ class SideHeard(Message, frozen=True):
 
 
 class PlanReady(Message, frozen=True):
-    """Hub -> all: the plan in its wire form; lower your own program."""
+    """Hub -> members of an epoch: lower your own program of this plan (wire form), take fresh memory for this attempt.
+
+    An empty plan means the one before: only memory and connections are made anew.
+    """
 
     epoch: Count
+    attempt: Count
     plan: bytes
 
 
@@ -155,6 +169,7 @@ class PeerEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ProgramReady(Message, frozen=True):
     """Worker -> hub: program lowered and verified, memory registered."""
 
+    attempt: Count
     plan_digest: Name
     endpoint: PeerEndpoint
 
@@ -173,7 +188,14 @@ class Connected(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Hub -> all: every connection stands; updates may come."""
+    """Hub -> members: every connection of the attempt stands; updates may come.
+
+    version: the largest that any engine holds. staged: some engine receives into host memory.
+    """
+
+    attempt: Count
+    version: Number = -1
+    staged: bool = False
 
 
 # --- the agreement on one step ----------------------------------------------------------------------------------------
@@ -265,6 +287,44 @@ class AllowAssemble(Message, frozen=True):
     attempt: Count
 
 
+class AttemptFailed(Message, frozen=True):
+    """Worker -> hub: the attempt's data plane failed here. lost: the peer it was waiting for or lost, "" for none.
+
+    kind: error class name. The worker itself is well and waits for AbortAttempt.
+    """
+
+    attempt: Count
+    kind: Name
+    reason: Text
+    lost: Name = ""
+
+
+class AbortAttempt(Message, frozen=True):
+    """Hub -> members: end this attempt, cut its connections, give its memory back, then say Quiesced."""
+
+    attempt: Count
+
+
+class Quiesced(Message, frozen=True):
+    """Worker -> hub: nothing of the attempt moves here any more.
+
+    touched: live weights of this rollout worker may be a mixture. released: this trainer's weights may have changed since.
+    """
+
+    attempt: Count
+    touched: bool
+    released: bool
+
+
+class UpdateFailed(Message, frozen=True):
+    """Hub -> members: this version is given up; the session goes on. Fields as in Failure."""
+
+    kind: Name
+    causes: dict[Name, Text]
+    poisoned: tuple[Name, ...] = ()
+    version: Number = -1
+
+
 class Transferred(Message, frozen=True):
     """Worker -> hub: this worker has done its part of the transfer."""
 
@@ -294,20 +354,24 @@ class Resumed(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Hub -> trainers: the version has arrived everywhere."""
+    """Hub -> trainers: the version has ended. engines: engine -> "ready", "superseded" (it skipped to a newer one) or
+    "lost"."""
 
     version: Count
     ewtt_seconds: float
     agst_seconds: float
     network_bytes: dict[Name, tuple[Count, Count]]
     engines: dict[Name, Name]
+    attempts: Count = 1
+    slowest_worker: Name = ""
 
 
 _ALL = (
     Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | Heard | RunProbe
     | SideSay | SideHeard | LayoutReady | PlanReady | ProgramReady | ConnectPeers | Connected | Propose | Promise | Commit
     | Parked | AskIdle | IdleAnswer | IdleInstall | IdleRelease | InstallNow | Installed | StopRequest | Stopped
-    | SendReady | Begin | AllowAssemble | Transferred | Committed | Resumed | Report
+    | SendReady | Begin | AllowAssemble | AttemptFailed | AbortAttempt | Quiesced | UpdateFailed | Transferred | Committed
+    | Resumed | Report
 )  # fmt: skip
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_ALL)

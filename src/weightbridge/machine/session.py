@@ -3,23 +3,50 @@
 Pure: messages and ticks in, messages and requests out; time is an argument. The hub's I/O shell is `coordinator/hub.py`.
 
     gathering -> probing -> planning -> lowering -> connecting -> ready <-> updating
+    lowering, connecting, updating -> aborting -> planning (others than before) or lowering (the same, once more)
     any of them -> failed (terminal: every worker is told who failed and how) or closed
 
-One agreement on the step (machine/agreement.py) runs per engine and request: for probing at connect as for an update.
+An *epoch* is a set of members with one plan; an *attempt* is one set of connections and slots within it, numbered through the
+session. Engines join and leave between updates: a newcomer is probed alone while the others go on, the next epoch is planned
+beside the running one, and the switch happens when no version is in flight. A worker that is lost takes its engine with
+it, a lost trainer takes the session. Whoever is left stops moving (AbortAttempt, Quiesced) before memory is used again.
+
+One agreement on the step (machine/agreement.py) runs per engine and request: for probing as for an update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import Enum
 
 from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
+from weightbridge.machine.roster import TRAINERS, Epoch, Roster, Side, SideState
+from weightbridge.machine.session_aloud import aloud, answered, waiting_for_layouts, waiting_for_update, who_is_silent
+from weightbridge.machine.session_words import (
+    Admit,
+    Disconnected,
+    EngineNote,
+    Forget,
+    Joining,
+    MakePlan,
+    Phase,
+    PlanMade,
+    PlanRefused,
+    Received,
+    Refuse,
+    Send,
+    SessionEvent,
+    SessionInstruction,
+    SessionPolicy,
+    SessionTimeouts,
+    Tick,
+)  # fmt: skip
+from weightbridge.machine.update import Update
 
 __all__ = [
-    "HUB_WORKER", "Admit", "Joining", "MakePlan", "Phase", "PlanMade", "PlanRefused", "Received", "Refuse", "Send",
-    "SessionEvent", "SessionInstruction", "SessionMachine", "SessionTimeouts", "Tick",
+    "HUB_WORKER", "Admit", "Disconnected", "EngineNote", "Forget", "Joining", "MakePlan", "Phase", "PlanMade", "PlanRefused",
+    "Received", "Refuse", "Send", "SessionEvent", "SessionInstruction", "SessionMachine", "SessionPolicy", "SessionTimeouts",
+    "Tick",
 ]  # fmt: skip
 
 LEADER_TICK_SECONDS = 0.2
@@ -32,155 +59,38 @@ HEARD_SECONDS = 1.0
 """How long the hub waits for others to confirm a failure (the dead never will) before it tells its own worker."""
 
 
-class Phase(str, Enum):
-    GATHERING = "gathering"
-    PROBING = "probing"
-    PLANNING = "planning"
-    LOWERING = "lowering"
-    CONNECTING = "connecting"
-    READY = "ready"
-    UPDATING = "updating"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionTimeouts:
-    """All in seconds. connect: for all to join, and again for each phase up to ready. update: one version, and the time
-    between the first and the last trainer's call. heartbeat: silence after which a worker counts as lost."""
-
-    connect: float
-    update: float
-    heartbeat: float
-
-
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """A connection asks to be let in. `connection` is the shell's handle for it."""
-
-    connection: bytes
-    join: w.Join
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    worker: str
-    message: w.Message
-
-
-@dataclass(frozen=True, slots=True)
-class PlanMade:
-    plan: bytes
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRefused:
-    kind: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A timer, several times a second."""
-
-
-SessionEvent = Joining | Received | PlanMade | PlanRefused | Tick
-
-
-# --- instructions -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    worker: str
-    message: w.Message
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """From now on `connection` is this worker; send it the message."""
-
-    connection: bytes
-    worker: str
-    message: w.Welcome
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    connection: bytes
-    message: w.Rejected
-
-
-@dataclass(frozen=True, slots=True)
-class MakePlan:
-    """Plan for these workers (in this order) with these source maps; answer PlanMade or PlanRefused."""
-
-    epoch: int
-    joins: tuple[w.Join, ...]
-    maps: tuple[bytes, ...]
-
-
-SessionInstruction = Send | Admit | Refuse | MakePlan
-
-
-@dataclass(slots=True)
-class _Update:
-    """What is known of the version in flight."""
-
-    version: int
-    attempt: int
-    request: int
-    agreed: set[str] = field(default_factory=set)
-    allowed: bool = False
-    transferred: set[str] = field(default_factory=set)
-    committed: set[str] = field(default_factory=set)
-    resumed: dict[str, w.Resumed] = field(default_factory=dict)
-
-
 class SessionMachine:
     """One job. `handle(event, now)` returns what the shell has to do; `now` is in seconds of any steady clock."""
 
     def __init__(
-        self,
-        *,
-        session: int,
-        spec_digest: str,
-        num_trainers: int,
-        engines: Iterable[str],
-        timeouts: SessionTimeouts,
-        now: float,
-    ) -> None:
-        """engines: names of the engines that have to join before the session is ready."""
+        self, *, session: int, spec_digest: str, num_trainers: int, engines: Iterable[str], timeouts: SessionTimeouts,
+        now: float, policy: SessionPolicy | None = None,
+    ) -> None:  # fmt: skip
+        """engines: names of the engines that have to join before the session is ready; others may join at any time."""
         self.session = session
         self.phase = Phase.GATHERING
-        self._spec_digest = spec_digest
-        self._num_trainers = num_trainers
-        self._engines = tuple(engines)
+        self.version = -1  # the newest that was ever begun here, or that an engine brought along
+        self.attempt = 0
+        self.roster = Roster(spec_digest=spec_digest, num_trainers=num_trainers, engines=engines, now=now)
+        self.epoch: Epoch | None = None  # in force
+        self.update: Update | None = None
         self._timeouts = timeouts
+        self._policy = policy or SessionPolicy()
         self._since = now
-        self._joins: dict[str, w.Join] = {}
         self._last_seen: dict[str, float] = {}
-        self._leaders: dict[str, a.AgreementLeader] = {}
-        self._request = 0
-        self._epoch = 0
-        self._attempt = 0
-        self._plan_digest = ""
-        self._probed: set[str] = set()
-        self._maps: dict[str, bytes] = {}
-        # What the workers of a side ("" for the trainers) tell each other while they probe: the step, and the words at it.
-        self._side_steps: dict[str, int] = {}
-        self._side_words: dict[str, dict[str, bytes]] = {}  # side -> worker -> its word
+        self._doubted: dict[str, float] = {}  # worker -> since when its connection is closed
+        self._requests = 0
+        self._epochs = 0
+        self._been_ready = False
+        self._next_epoch: Epoch | None = None  # being planned, or planned and waiting for its turn
         self._endpoints: dict[str, w.PeerEndpoint] = {}
         self._connected: set[str] = set()
+        self._awaited: set[str] = set()  # who has yet to say Quiesced
+        self._retry = False  # the version in flight is to be sent again as soon as there are connections
+        self._given_up: dict[str, str] | None = None  # causes; the version in flight ends with them once all is quiet
+        self._leaving = False  # a trainer has left in good order while the others finish
         self._send_ready: dict[str, int] = {}
         self._send_since = now
-        self._update: _Update | None = None
-        self._version = -1
-        self._gone: set[str] = set()
         self._next_leader_tick = now
         self._unheard: set[str] = set()  # who has yet to confirm the failure
         self._tell_until: float | None = None
@@ -196,376 +106,674 @@ class SessionMachine:
             case Joining(connection=connection, join=join):
                 self._join(connection, join, now)
             case Received(worker=worker, message=message):
-                self._last_seen[worker] = now
                 self._received(worker, message, now)
-            case PlanMade(plan=plan, digest=digest):
-                self._plan_digest = digest
-                self._enter(Phase.LOWERING, now)
-                self._broadcast(w.PlanReady(epoch=self._epoch, plan=plan))
-            case PlanRefused(kind=kind, reason=reason):
-                self._fail({"planner": reason}, kind)
+            case Disconnected(worker=worker):
+                self._doubted.setdefault(worker, now)
+            case PlanMade():
+                self._plan_made(event)
+            case PlanRefused():
+                self._plan_refused(event, now)
             case Tick():
                 self._tick(now)
+        if not self._over:
+            self._advance(now)
         return tuple(self._out)
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    @property
+    def _over(self) -> bool:
+        return self.phase in (Phase.FAILED, Phase.CLOSED)
+
+    # --- joining and probing ----------------------------------------------------------------------------------------------
 
     def _join(self, connection: bytes, join: w.Join, now: float) -> None:
-        reason = self._why_not(join)
+        if self._over:
+            reason = f"the session is {self.phase.value}"
+        elif join.engine == TRAINERS and self.roster.trainers.complete:
+            reason = "the session has all its trainers and takes no more workers of their side; use another endpoint"
+        else:
+            reason = self.roster.why_not(join)
         if reason:
-            self._out.append(Refuse(connection, w.Rejected(reason=reason)))
+            again = self._over or join.worker in self.roster.side_of
+            self._out.append(Refuse(connection, w.Rejected(reason=reason, again=again)))
             return
-        self._joins[join.worker] = join
+        side = self.roster.add(join, now)
         self._last_seen[join.worker] = now
         self._out.append(Admit(connection, join.worker, w.Welcome(session=self.session)))
-        if not self._missing_joins():
-            self._begin_probing(now)
+        if side.is_engine and len(side.joins) == 1:
+            self._out.append(EngineNote(side.name, "joining", side.version))
 
-    def _why_not(self, join: w.Join) -> str:
-        """Empty when the worker may join."""
-        if join.protocol != w.PROTOCOL_VERSION:
-            return f"speaks control protocol {join.protocol}, this session speaks {w.PROTOCOL_VERSION}; install one version"
-        if self.phase is not Phase.GATHERING:
-            return f"the session is {self.phase.value} and takes no more workers; close the sender and connect anew"
-        if join.spec_digest != self._spec_digest:
-            return (
-                f"its checkpoint spec has digest {join.spec_digest}, the trainers' has {self._spec_digest}; "
-                "give both sides the same checkpoint"
-            )
-        if join.worker in self._joins:
-            return f"a worker named {join.worker!r} has joined already; engine names and ranks must be unique"
-        if join.role == "trainer":
-            if join.size != self._num_trainers:
-                return f"says there are {join.size} trainers, rank 0 says {self._num_trainers}; use one group"
-        elif join.engine not in self._engines:
-            return f"engine {join.engine!r} is not expected; the sender was given engines={list(self._engines)}"
-        elif any(j.engine == join.engine and j.size != join.size for j in self._joins.values()):
-            return f"says engine {join.engine!r} has {join.size} workers, another of its workers says otherwise"
-        return ""
+    def _probe(self, side: Side, now: float) -> None:
+        """Ask a complete side for its layout; an engine has to stop at one step for it."""
+        side.state, side.since = SideState.PROBING, now
+        if side.is_engine:
+            side.leader = a.AgreementLeader(tuple(sorted(side.joins)))
+            self._start(side, now)
+        else:
+            self._send_probe(side)
 
-    def _missing_joins(self) -> list[str]:
-        missing = [f"trainer/{r}" for r in range(self._num_trainers) if f"trainer/{r}" not in self._joins]
-        for engine in self._engines:
-            ranks = {j.rank: j.size for j in self._joins.values() if j.engine == engine}
-            size = next(iter(ranks.values()), 0)
-            missing += (
-                [f"{engine}/{r}" for r in range(size) if r not in ranks] if size else [f"{engine}/* (no worker of it)"]
-            )
-        return missing
+    def _send_probe(self, side: Side) -> None:
+        self._out += [Send(name, w.RunProbe(request=side.request, dtypes=side.dtypes)) for name in side.workers]
 
-    # --- connect ----------------------------------------------------------------------------------------------------------
-
-    def _begin_probing(self, now: float) -> None:
-        self._enter(Phase.PROBING, now)
-        self._request += 1
-        for engine in self._engines:
-            self._leaders[engine] = a.AgreementLeader(tuple(sorted(j.rank for j in self._members(engine))))
-            self._lead(engine, a.Start(self._request), now)
-        self._send_probe("")
-
-    def _send_probe(self, engine: str) -> None:
-        members = self._members(engine)
-        dtypes = tuple(sorted({d for j in members for d in j.dtypes}))
-        for join in members:
-            self._out.append(Send(join.worker, w.RunProbe(request=self._request, dtypes=dtypes)))
-
-    def _side_said(self, worker: str, message: w.SideSay) -> None:
-        """An all-gather among the workers of a side, while they probe."""
-        if self.phase is not Phase.PROBING:
+    def _side_said(self, worker: str, message: w.SideSay, now: float) -> None:
+        side = self.roster.side_of[worker]
+        if side.state is not SideState.PROBING:
             return
-        side = self._joins[worker].engine
-        step, words = self._side_steps.get(side, 0), self._side_words.setdefault(side, {})
-        if message.step != step or worker in words:
-            reason = f"spoke at step {message.step} of its side's probe, which is at step {step}"
-            self._fail({worker: reason}, "InternalError")
-            return
-        words[worker] = message.data
-        members = [j.worker for j in self._members(side)]
-        if len(words) == len(members):
-            heard = w.SideHeard(step=step, data=tuple(words[name] for name in members))
-            self._out += [Send(name, heard) for name in members]
-            self._side_steps[side] = step + 1
-            self._side_words[side] = {}
+        if reason := side.say(worker, message):
+            self._lose({worker: reason}, "InternalError", now)
+        elif (heard := side.heard()) is not None:
+            self._out += [Send(name, heard) for name in side.workers]
 
     def _layout_ready(self, worker: str, message: w.LayoutReady, now: float) -> None:
-        self._maps[worker] = message.source_map
-        if self.phase is Phase.PROBING and len(self._maps) == len(self._joins):
+        side = self.roster.side_of[worker]
+        side.maps[worker] = message.source_map
+        if side.state is SideState.PROBING and len(side.maps) == side.size:
+            side.state, side.since = SideState.MAPPED, now
+
+    # --- epochs -----------------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Whatever can be begun now: probing, planning, a switch to the next epoch, a version."""
+        self._advance_probing(now)
+        self._advance_planning(now)
+        if self.phase in (Phase.PLANNING, Phase.READY) and self._next_epoch is not None and self._next_epoch.planned:
+            self.epoch, self._next_epoch = self._next_epoch, None
+            self._prepare(self.epoch.plan, now)
+        if self.phase is Phase.READY:
+            self._advance_update(now)
+        elif self.phase is Phase.UPDATING and self.update is not None:
+            self._advance_superseding(self.update, now)
+
+    def _advance_probing(self, now: float) -> None:
+        if not self._been_ready and self.phase is Phase.GATHERING and not self.roster.missing():
+            self._enter(Phase.PROBING, now)
+        if self.phase is Phase.GATHERING and not self._been_ready:
+            return
+        for side in list(self.roster.sides.values()):
+            if side.state is SideState.GATHERING and side.complete:
+                self._probe(side, now)
+
+    def _advance_planning(self, now: float) -> None:
+        """Plan for all sides that can be planned for, when that is not what is in force or being planned already."""
+        required = self.roster.required()
+        if not self._been_ready and any(s is None or s.state is not SideState.MAPPED for s in required):
+            return
+        being_planned = self._next_epoch is not None and not self._next_epoch.planned
+        if self.phase in (Phase.LOWERING, Phase.CONNECTING, Phase.ABORTING) or being_planned:
+            return
+        wanted = tuple(s for s in (self.roster.trainers, *self.roster.engines) if s.state is SideState.MAPPED)
+        if len(wanted) < 2:
+            if self.phase is Phase.PLANNING:  # no engine is left; the next one that comes makes an epoch
+                self._enter(Phase.GATHERING, now)
+            return
+        in_force = self._next_epoch or self.epoch
+        if in_force is not None and in_force.planned and in_force.sides == wanted:
+            return
+        self._epochs += 1
+        self._next_epoch = Epoch.of(self._epochs, wanted)
+        self._out.append(MakePlan(self._epochs, self._next_epoch.joins, self._next_epoch.maps))
+        if self.phase not in (Phase.READY, Phase.UPDATING):
             self._enter(Phase.PLANNING, now)
-            order = self._order()
-            joins = tuple(self._joins[name] for name in order)
-            self._out.append(MakePlan(self._epoch, joins, tuple(self._maps[name] for name in order)))
-            self._maps = dict.fromkeys(order, b"")  # the bytes are the planner's now
+
+    def _plan_made(self, made: PlanMade) -> None:
+        planned = self._next_epoch
+        if planned is None or planned.number != made.epoch:
+            return
+        if all(self.roster.sides.get(side.name) is side for side in planned.sides):
+            planned.digest, planned.plan = made.digest, made.plan
+        else:
+            self._next_epoch = None  # somebody left meanwhile: plan again
+
+    def _plan_refused(self, refused: PlanRefused, now: float) -> None:
+        """The newcomers are to blame if there was a plan without them."""
+        planned = self._next_epoch
+        if planned is None or planned.number != refused.epoch:
+            return
+        self._next_epoch = None
+        old = self.epoch.sides if self.epoch is not None else ()
+        newcomers = {n: refused.reason for side in planned.sides if side not in old for n in side.workers}
+        if not self._been_ready or not newcomers or self.epoch is None:
+            self._fail({"planner": refused.reason}, refused.kind)
+        else:
+            self._lose(newcomers, refused.kind, now)
+
+    def _prepare(self, plan: bytes, now: float) -> None:
+        """A new attempt of the epoch in force. plan: b"" when its members have it."""
+        epoch = self._in_force()
+        self.attempt += 1
+        self._endpoints, self._connected = {}, set()
+        self._enter(Phase.LOWERING, now)
+        self._to_members(w.PlanReady(epoch=epoch.number, attempt=self.attempt, plan=plan))
+        epoch.plan = b""  # the members hold it now
 
     def _program_ready(self, worker: str, message: w.ProgramReady, now: float) -> None:
-        if message.plan_digest != self._plan_digest:
-            reason = f"holds plan {message.plan_digest}, the session runs {self._plan_digest}; install one version everywhere"
-            self._fail({worker: reason}, "InternalError")
+        if self.phase is not Phase.LOWERING or message.attempt != self.attempt or not self._is_member(worker):
+            return
+        epoch = self._in_force()
+        if message.plan_digest != epoch.digest:
+            reason = (
+                f"holds plan {message.plan_digest}, the session runs {epoch.digest}; install one version everywhere"
+            )
+            self._lose({worker: reason}, "InternalError", now)
             return
         self._endpoints[worker] = message.endpoint
-        if self.phase is Phase.LOWERING and len(self._endpoints) == len(self._joins):
-            self._attempt += 1
-            self._connected = set()
+        if len(self._endpoints) == len(epoch.order):
             self._enter(Phase.CONNECTING, now)
-            self._broadcast(w.ConnectPeers(attempt=self._attempt, peers=self._endpoints))
+            self._to_members(w.ConnectPeers(attempt=self.attempt, peers=self._endpoints))
 
     def _worker_connected(self, worker: str, message: w.Connected, now: float) -> None:
-        if message.attempt == self._attempt:
-            self._connected.add(worker)
-        if self.phase is Phase.CONNECTING and len(self._connected) == len(self._joins):
+        if self.phase is not Phase.CONNECTING or message.attempt != self.attempt or not self._is_member(worker):
+            return
+        self._connected.add(worker)
+        if len(self._connected) == len(self._in_force().order):
+            self._been_ready = True
+            self.version = max(self.version, *(side.version for side in self._in_force().sides))
             self._enter(Phase.READY, now)
-            self._broadcast(w.Ready())
+            staged = any(side.staged for side in self._in_force().sides if side.is_engine)
+            self._to_members(w.Ready(attempt=self.attempt, version=self.version, staged=staged))
 
     # --- update -----------------------------------------------------------------------------------------------------------
 
     def _worker_sends(self, worker: str, version: int, now: float) -> None:
+        if self.roster.side_of[worker].is_engine:
+            self._lose({worker: f"is no trainer and sends version {version}"}, "InternalError", now)
+            return
         if not self._send_ready:
             self._send_since = now
         self._send_ready[worker] = version
         if len(set(self._send_ready.values())) > 1:
             said = ", ".join(f"{name} says {v}" for name, v in sorted(self._send_ready.items()))
             self._fail({worker: f"trainers disagree on the version to send: {said}"}, "UsageError")
-        elif len(self._send_ready) == self._num_trainers:
-            self._begin_update(version, now)
 
-    def _begin_update(self, version: int, now: float) -> None:
-        if self.phase is not Phase.READY:
-            self._fail({"hub": f"send_weights({version}) while the session is {self.phase.value}"}, "UsageError")
+    @property
+    def _wanted(self) -> int | None:
+        """The version that every trainer has sent."""
+        if len(self._send_ready) < self.roster.trainers.size:
+            return None
+        return next(iter(self._send_ready.values()))
+
+    def _advance_update(self, now: float) -> None:
+        """In phase READY: begin what is to be sent again or what every trainer wants, once no engine is busy with the
+        last one."""
+        if self.update is not None:
+            if self._retry and all(self._may_go_on(side) for side in self.update.engines.values()):
+                self._begin_again(self.update, now)
             return
-        if self._gone:
-            self._fail(dict.fromkeys(sorted(self._gone), "had left the session before the update"), "WorkerError")
+        version = self._wanted
+        epoch = self._in_force()
+        if version is None or any(s.leader is not None and not s.leader.at_rest for s in epoch.sides if s.is_engine):
             return
         self._send_ready = {}
-        self._request += 1
-        self._update = _Update(version=version, attempt=self._attempt, request=self._request)
+        self.version = max(self.version, version)
+        self.update = Update(
+            version=version, attempt=self.attempt, began=now, trainers=self.roster.trainers,
+            engines={side.name: side for side in epoch.sides if side.is_engine}, retries_left=self._policy.retries,
+        )  # fmt: skip
+        self._begin(self.update, now)
+
+    def _may_go_on(self, side: Side) -> bool:
+        """Before another attempt: the engine is at rest, or stands still and waits for its bytes."""
+        update = self.update
+        standing = update is not None and side.name in update.agreed and not side.staged and not update.done(side)
+        committed = update is not None and side.name in update.committed
+        return side.leader is None or side.leader.at_rest or (standing and not committed)
+
+    def _begin_again(self, update: Update, now: float) -> None:
+        self._retry = False
+        update.engines = {side.name: side for side in self._in_force().sides if side.is_engine}
+        update.again(self.attempt)
+        self._begin(update, now)
+
+    def _begin(self, update: Update, now: float) -> None:
         self._enter(Phase.UPDATING, now)
-        self._broadcast(w.Begin(version=version, attempt=self._attempt))
-        for engine in self._engines:
-            self._lead(engine, a.Start(self._request), now)
+        self._to_members(w.Begin(version=update.version, attempt=update.attempt))
+        for side in update.engines.values():
+            self._out.append(EngineNote(side.name, "updating", side.version))
+            if not side.staged and side.name not in update.agreed:
+                self._start(side, now)
+        self._allow(update)
 
-    def _agreed(self, engine: str, request: int) -> None:
+    def _agreed(self, side: Side, now: float) -> None:
         """All workers of the engine stand still at one step."""
-        if self.phase is Phase.PROBING and request == self._request:
-            if engine not in self._probed:
-                self._probed.add(engine)
-                self._send_probe(engine)
-        elif self._update is not None and request == self._update.request:
-            self._update.agreed.add(engine)
-            if len(self._update.agreed) == len(self._engines) and not self._update.allowed:
-                self._update.allowed = True
-                self._broadcast(w.AllowAssemble(version=self._update.version, attempt=self._update.attempt))
+        if side.state is SideState.PROBING:
+            self._send_probe(side)
+        elif self.update is not None and side.name in self.update.engines:
+            self.update.agreed.add(side.name)
+            self._allow(self.update)
 
-    def _worker_transferred(self, worker: str, message: w.Transferred) -> None:
-        update = self._update
+    def _allow(self, update: Update) -> None:
+        """Live weights may be overwritten as soon as every engine that takes bytes into them stands still."""
+        direct = [side for side in update.engines.values() if not side.staged]
+        if self.phase is Phase.UPDATING and not update.allowed and all(s.name in update.agreed for s in direct):
+            update.allowed = True
+            for name in (n for side in direct for n in side.workers):
+                self._out.append(Send(name, w.AllowAssemble(version=update.version, attempt=update.attempt)))
+
+    def _worker_transferred(self, worker: str, message: w.Transferred, now: float) -> None:
+        update = self.update
         if update is None or (message.version, message.attempt) != (update.version, update.attempt):
             return
         update.transferred.add(worker)
-        engine = self._joins[worker].engine
-        members = {j.worker for j in self._members(engine)}
-        if engine and engine not in update.committed and members <= update.transferred:
-            update.committed.add(engine)
-            for name in sorted(members):
-                done = w.Committed(version=update.version, attempt=update.attempt, request=update.request)
-                self._out.append(Send(name, done))
+        side = self.roster.side_of[worker]
+        if not side.is_engine or side.name in update.committed or not update.transferred.issuperset(side.workers):
+            self._finish_if_done(now)
+            return
+        update.committed.add(side.name)
+        for name in side.workers:
+            done = w.Committed(version=update.version, attempt=update.attempt, request=side.request)
+            self._out.append(Send(name, done))
+        if side.staged and not update.done(side):
+            self._start(side, now)
+        self._finish_if_done(now)
 
     def _worker_resumed(self, worker: str, message: w.Resumed, now: float) -> None:
-        update = self._update
-        if update is None or message.version != update.version:
+        side, update = self.roster.side_of[worker], self.update
+        side.held[worker] = message.version
+        if side.is_engine and len(side.held) == side.size and set(side.held.values()) == {message.version}:
+            side.version, side.poisoned = message.version, False
+            self._out.append(EngineNote(side.name, "ready", side.version))
+        if update is not None and message.version == update.version:
+            update.resumed[worker] = message
+            self._finish_if_done(now)
+
+    def _finish_if_done(self, now: float) -> None:
+        update = self.update
+        if update is None or self.phase is not Phase.UPDATING or not update.finished:
             return
-        update.resumed[worker] = message
-        if len(update.resumed) < len(self._joins) or len(update.transferred) < len(self._joins):
-            return
-        spans = update.resumed.values()
-        report = w.Report(
-            version=update.version,
-            ewtt_seconds=max(r.resumed_at for r in spans) - min(r.stalled_at for r in spans),
-            agst_seconds=sum(r.resumed_at - r.stalled_at for r in spans) / len(spans),
-            network_bytes={name: (r.sent, r.received) for name, r in update.resumed.items()},
-            engines=dict.fromkeys(self._engines, "ready"),
-        )
-        self._version, self._update = update.version, None
+        report = update.report()
+        self.update = None
         self._enter(Phase.READY, now)
-        for join in self._members(""):
-            self._out.append(Send(join.worker, report))
+        self._out += [Send(name, report) for name in self.roster.trainers.workers]
+        if self._leaving:
+            self._close()
+
+    def _close(self) -> None:
+        """In good order: engines go on with the weights they have."""
+        self.phase = Phase.CLOSED
+        self._out += [Send(name, w.Closed()) for name in self.roster.side_of]
+
+    def _advance_superseding(self, update: Update, now: float) -> None:
+        """Every trainer has sent a newer version and every byte of this one has arrived: staged engines that have not
+        agreed on a step to install it at leave it out."""
+        newer = self._wanted
+        if self._policy.when_newer != "supersede" or newer is None or not update.moved:
+            return
+        if not update.superseding:
+            update.superseding = True
+            for side in update.engines.values():
+                if side.staged and side.name not in update.agreed and not update.done(side):
+                    self._stop_agreement(side, f"version {newer} is newer", now)
+        for side in update.engines.values():
+            stopped = side.leader is not None and side.leader.at_rest
+            if side.staged and stopped and side.name not in update.agreed and not update.done(side):
+                update.skipped.add(side.name)
+        self._finish_if_done(now)
+        if self.update is None and not self._over:
+            self._advance_update(now)
+
+    # --- what goes wrong --------------------------------------------------------------------------------------------------
+
+    def _lose(self, causes: dict[str, str], kind: str, now: float) -> None:
+        """These workers cannot go on. A trainer takes the session with it, a rollout worker its engine."""
+        if self._over:
+            return
+        sides = {name: self.roster.side_of[name] for name in causes if name in self.roster.side_of}
+        first_plan = not self._been_ready and any(s in self.roster.required() for s in sides.values())
+        if len(sides) < len(causes) or first_plan or any(not s.is_engine for s in sides.values()):
+            self._fail(causes, kind)
+            return
+        for side in dict.fromkeys(sides.values()):
+            self._drop(side, {n: c for n, c in causes.items() if sides[n] is side}, kind, now)
+
+    def _drop(self, side: Side, causes: dict[str, str], kind: str, now: float, *, state: str = "lost") -> None:
+        """The engine is out of the session; its workers that may still listen are told why."""
+        update = self.update
+        part = update is not None and side.name in update.engines
+        poisoned = update.poisoned(causes) if update is not None and part else ()
+        failure = w.Failure(
+            kind=kind, causes=causes, poisoned=tuple(e for e in poisoned if e == side.name),
+            version=update.version if update is not None else side.version,
+        )  # fmt: skip
+        self._out += [Send(name, failure) for name in side.workers if name not in causes]
+        self._out += [Send(name, failure) for name in side.workers if name in causes and name not in self._doubted]
+        self._out.append(EngineNote(side.name, state, side.version, "; ".join(f"{n}: {c}" for n, c in causes.items())))
+        for name in side.workers:
+            self._awaited.discard(name)
+            self._last_seen.pop(name, None)
+            self._doubted.pop(name, None)
+            self._out.append(Forget(name))
+        workers = side.workers
+        self.roster.remove(side)
+        if self._next_epoch is not None and side in self._next_epoch.sides and self._next_epoch.planned:
+            self._next_epoch = None
+        if self.epoch is None or side not in self.epoch.sides:
+            return
+        self._out_of_epoch(side, workers, causes, kind, now, poisoned=side.name in poisoned)
+
+    def _out_of_epoch(
+        self, side: Side, workers: list[str], causes: dict[str, str], kind: str, now: float, *, poisoned: bool
+    ) -> None:
+        update = self.update
+        if update is not None and side.name in update.engines:
+            had_all = update.transferred.issuperset(workers)
+            del update.engines[side.name]
+            update.lost_engines[side.name] = poisoned
+            if self.phase is Phase.UPDATING and had_all and self._policy.when_engine_fails == "drop":
+                self._break_epoch()
+                self._finish_if_done(now)  # nobody needs anything more of it
+                if self.update is None and not self._over:
+                    self._enter(Phase.PLANNING, now)
+                return
+            if not update.lost:
+                update.kind = kind
+            update.lost.update(causes)
+        self._break_epoch()
+        if self.phase in (Phase.LOWERING, Phase.CONNECTING, Phase.UPDATING):
+            self._abort(now)
+        elif self.phase is Phase.READY:
+            self._enter(Phase.PLANNING, now)
+        elif self.phase is Phase.ABORTING and not self._awaited:
+            self._recover(now)
+
+    def _break_epoch(self) -> None:
+        """The epoch in force has lost a member: it serves no further attempt."""
+        if self.epoch is not None:
+            self.epoch = Epoch.of(
+                self.epoch.number, tuple(s for s in self.epoch.sides if self.roster.sides.get(s.name) is s)
+            )
+
+    def _attempt_failed(self, worker: str, message: w.AttemptFailed, now: float) -> None:
+        """Somebody cannot reach somebody. Who is dead shows when all are asked to stop."""
+        if message.attempt != self.attempt or self.phase not in (Phase.LOWERING, Phase.CONNECTING, Phase.UPDATING):
+            return
+        culprit = message.lost or worker
+        if not self._been_ready:
+            self._fail({culprit: message.reason}, message.kind)
+            return
+        if culprit != worker and culprit in self.roster.side_of:
+            self._doubted.setdefault(culprit, now)
+        if self.update is not None:
+            if not self.update.blamed and not self.update.lost:
+                self.update.kind = message.kind
+            self.update.blamed[self._to_blame(culprit, worker)] = message.reason
+        self._abort(now)
+
+    def _to_blame(self, culprit: str, reporter: str) -> str:
+        """Of the two ends of a connection that broke: the engine's, since the session cannot go on without a trainer."""
+        side = self.roster.side_of.get(culprit)
+        return reporter if side is not None and not side.is_engine else culprit
+
+    def _abort(self, now: float) -> None:
+        """Everybody stops moving; what comes next is decided when all have said so."""
+        self._awaited = set(self._in_force().order)
+        self._to_members(w.AbortAttempt(attempt=self.attempt))
+        self._enter(Phase.ABORTING, now)
+        if not self._awaited:
+            self._recover(now)
+
+    def _quiesced(self, worker: str, message: w.Quiesced, now: float) -> None:
+        if self.phase is not Phase.ABORTING or message.attempt != self.attempt or worker not in self._awaited:
+            return
+        self._awaited.discard(worker)
+        if self.update is not None:
+            if message.touched:
+                self.update.touched.add(self.roster.side_of[worker].name)
+            if message.released:
+                self.update.retries_left = -1  # its weights may have changed: the version cannot be sent again
+        if not self._awaited:
+            self._recover(now)
+
+    def _recover(self, now: float) -> None:
+        """Nothing moves any more, and everybody who is left is alive."""
+        update = self.update
+        if update is not None and self._given_up is None:
+            self._judge(update, now)
+            if self._over or self.phase is not Phase.ABORTING:
+                return
+        if self._given_up is not None and update is not None:
+            self._end_update(update, self._given_up, now)
+        if self._in_force().planned:
+            self._prepare(b"", now)
+        else:
+            self.epoch = None
+            self._enter(Phase.PLANNING, now)
+
+    def _judge(self, update: Update, now: float) -> None:
+        """Try once more, drop whoever cannot be reached, or give the version up."""
+        self._retry = False
+        may_retry = update.retries_left >= 0
+        if update.lost:
+            if self._policy.when_engine_fails == "drop" and may_retry and update.engines:
+                self._retry = True
+            else:
+                self._given_up = dict(update.lost)
+        elif may_retry and update.retries_left > 0:
+            update.retries_left -= 1
+            self._retry = True
+        else:
+            self._given_up = update.blamed or {"hub": "the attempt was aborted"}
+            unreachable = {n: c for n, c in update.blamed.items() if n in self.roster.side_of}
+            engines = {n: c for n, c in unreachable.items() if self.roster.side_of[n].is_engine}
+            if engines and self._policy.when_engine_fails == "drop" and may_retry and update.kind != "CorruptionError":
+                self._given_up = None
+                update.retries_left = self._policy.retries
+                self._lose(engines, update.kind, now)
+                return
+        if self._retry:
+            for side in update.engines.values():
+                if side.staged and side.name not in update.agreed and not update.done(side):
+                    self._stop_agreement(side, "the version is sent again", now)
+
+    def _end_update(self, update: Update, causes: dict[str, str], now: float) -> None:
+        """The version is given up; the session goes on."""
+        gone = tuple(name for name, mixed in update.lost_engines.items() if mixed)
+        poisoned = (*gone, *update.poisoned(causes))
+        failed = w.UpdateFailed(kind=update.kind, causes=causes, poisoned=poisoned, version=update.version)
+        self._given_up, self._retry, self.update = None, False, None
+        for side in update.engines.values():
+            side.poisoned = side.name in poisoned
+            state = "poisoned" if side.poisoned else "ready"
+            self._out.append(EngineNote(side.name, state, side.version, f"version {update.version} was given up"))
+            if side.name not in update.agreed:
+                self._stop_agreement(side, "the version was given up", now)
+        workers = [n for s in (update.trainers, *update.engines.values()) for n in s.workers]
+        self._out += [Send(name, failed) for name in workers]
 
     # --- words that come in -----------------------------------------------------------------------------------------------
 
     def _received(self, worker: str, message: w.Message, now: float) -> None:
-        if self.phase is Phase.FAILED or self.phase is Phase.CLOSED:
+        if self._over:
             if isinstance(message, w.Heard):
                 self._unheard.discard(worker)
                 self._tell_own_worker(now)
             return
-        engine, rank = self._joins[worker].engine, self._joins[worker].rank
+        side = self.roster.side_of.get(worker)
+        if side is None:
+            return
+        self._last_seen[worker] = now
+        self._doubted.pop(worker, None)
         match message:
             case w.SideSay():
-                self._side_said(worker, message)
+                self._side_said(worker, message, now)
             case w.LayoutReady():
                 self._layout_ready(worker, message, now)
             case w.ProgramReady():
                 self._program_ready(worker, message, now)
             case w.Connected():
                 self._worker_connected(worker, message, now)
-            case w.Promise(request=request, bound=bound):
-                self._lead(engine, a.PromiseFrom(rank, request, bound), now)
-                self._lead(engine, a.Tick(), now)  # an idle engine need not wait for the timer
-            case w.Parked(request=request):
-                self._lead(engine, a.ParkedFrom(rank, request), now)
-            case w.IdleAnswer(request=request, attempt=attempt, held=held, count=count):
-                self._lead(engine, a.IdleFrom(rank, request, attempt, held, count), now)
-            case w.Installed(request=request):
-                self._lead(engine, a.InstalledFrom(rank, request), now)
-            case w.Stopped(request=request):
-                self._lead(engine, a.AbortedFrom(rank, request), now)
             case w.SendReady(version=version):
                 self._worker_sends(worker, version, now)
             case w.Transferred():
-                self._worker_transferred(worker, message)
+                self._worker_transferred(worker, message, now)
             case w.Resumed():
                 self._worker_resumed(worker, message, now)
+            case w.AttemptFailed():
+                self._attempt_failed(worker, message, now)
+            case w.Quiesced():
+                self._quiesced(worker, message, now)
             case w.WorkerFailed(kind=kind, reason=reason, lost=lost):
-                self._fail({lost or worker: reason}, kind)
+                self._lose({lost or worker: reason}, kind, now)
             case w.Goodbye():
-                self._left(worker)
+                self._left(worker, side, now)
             case _:  # a heartbeat has done its work by arriving; words that a worker does not say are ignored
-                pass
+                if (answer := answered(side.rank_of(worker), message)) is not None:
+                    self._lead(side, answer, now)
+                if isinstance(message, w.Promise):
+                    self._lead(side, a.Tick(), now)  # an idle engine need not wait for the timer
 
-    def _left(self, worker: str) -> None:
-        self._gone.add(worker)
-        if self._update is not None and worker in self._update.resumed:
-            return  # it has done its part; the others may finish, and the next update will name it
-        if self.phase is not Phase.READY:
+    def _left(self, worker: str, side: Side, now: float) -> None:
+        if side.is_engine:
+            causes = {worker: f"left while the session was {self.phase.value}"}
+            if self._been_ready or side not in self.roster.required():
+                self._drop(side, causes, "WorkerError", now, state="left")
+            else:
+                self._fail(causes, "WorkerError")
+        elif self.update is not None and worker in self.update.resumed:
+            self._last_seen.pop(worker, None)  # it has done its part; the others may finish
+            self.update.retries_left = -1
+            self._leaving = True
+        elif self.phase in (Phase.READY, Phase.PLANNING, Phase.GATHERING) and self._been_ready and self.update is None:
+            self._close()
+        else:
             self._fail({worker: f"left while the session was {self.phase.value}"}, "WorkerError")
-        elif self._joins[worker].role == "trainer":
-            self.phase = Phase.CLOSED
-            self._broadcast(w.Closed())
 
-    def _lead(self, engine: str, event: a.LeaderEvent, now: float) -> None:
+    # --- the engines' agreements --------------------------------------------------------------------------------------------
+
+    def _start(self, side: Side, now: float) -> None:
+        self._requests += 1
+        side.request = self._requests
+        self._lead(side, a.Start(side.request), now)
+
+    def _stop_agreement(self, side: Side, cause: str, now: float) -> None:
+        self._lead(side, a.Abort(side.request, cause), now)
+
+    def _lead(self, side: Side, event: a.LeaderEvent, now: float) -> None:
         """Pass an event to an engine's agreement and say aloud what it answers."""
-        leader = self._leaders.get(engine)
-        if leader is None:
+        if side.leader is None:
             return
-        names = {j.rank: j.worker for j in self._members(engine)}
-        connect = self.phase is Phase.PROBING
-        for instruction in leader.handle(event):
-            match instruction:
-                case a.SendPropose(member=m, request=r):
-                    self._out.append(Send(names[m], w.Propose(request=r, connect=connect)))
-                case a.SendCommit(member=m, request=r, target=target):
-                    self._out.append(Send(names[m], w.Commit(request=r, target=target)))
-                case a.SendInstall(member=m, request=r):
-                    self._out.append(Send(names[m], w.InstallNow(request=r)))
-                case a.AskIdle(member=m, request=r, attempt=n):
-                    self._out.append(Send(names[m], w.AskIdle(request=r, attempt=n)))
-                case a.SendIdleInstall(member=m, request=r, attempt=n):
-                    self._out.append(Send(names[m], w.IdleInstall(request=r, attempt=n)))
-                case a.SendIdleRelease(member=m, request=r, attempt=n):
-                    self._out.append(Send(names[m], w.IdleRelease(request=r, attempt=n)))
-                case a.SendAbort(member=m, request=r):
-                    self._out.append(Send(names[m], w.StopRequest(request=r)))
-                case a.Agreed(request=r):
-                    self._agreed(engine, r)
-                case a.AgreementFailed(member=m, cause=cause):
-                    self._fail({names[m] if m is not None else engine: cause}, "WorkerError")
-                case a.AllInstalled():
-                    pass  # what the session waits for is that they have resumed
+        for instruction in side.leader.handle(event):
+            if isinstance(instruction, a.Agreed):
+                self._agreed(side, now)
+            elif (word := aloud(side, instruction)) is not None:
+                self._out.append(word)
 
     # --- time and failure -------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
-        if self.phase in (Phase.FAILED, Phase.CLOSED):
+        if self._over:
             self._tell_own_worker(now)
             return
-        silent = {
-            n: now - t for n, t in self._last_seen.items() if now - t > self._timeouts.heartbeat and n not in self._gone
-        }
-        if silent:
-            self._fail({n: f"gave no sign of life for {s:.0f} s" for n, s in sorted(silent.items())}, "WorkerError")
+        if silent := who_is_silent(now, self._last_seen, self._doubted, self._timeouts):
+            self._lose(silent, "WorkerError", now)
+        if self._over:
             return
-        if self.phase in (Phase.PROBING, Phase.UPDATING) and now >= self._next_leader_tick:
+        if now >= self._next_leader_tick:
             self._next_leader_tick = now + LEADER_TICK_SECONDS
-            for engine in self._engines:
-                self._lead(engine, a.Tick(), now)
+            for side in self.roster.engines:
+                if side.leader is not None and not side.leader.at_rest:
+                    self._lead(side, a.Tick(), now)
+        self._late_sides(now)
+        if not self._over:
+            self._late_phase(now)
+
+    def _late_sides(self, now: float) -> None:
+        """Engines that came later and do not get through to their layout in time. The first ones are the phases' business."""
+        if not self._been_ready:
+            return
+        for side in self.roster.engines:
+            if side.state is not SideState.MAPPED and now - side.since > self._timeouts.connect:
+                late = [n for n in side.workers if n not in side.maps] or side.workers
+                what = (
+                    "is incomplete: missing " + ", ".join(side.missing())
+                    if not side.complete
+                    else "did not report its layout"
+                )
+                self._lose(dict.fromkeys(late, f"{what} (waited {now - side.since:.0f} s)"), "TransferTimeout", now)
+
+    def _late_phase(self, now: float) -> None:
         waited, limit = now - self._since, self._timeouts.connect
-        if self.phase is Phase.UPDATING:
-            limit = self._timeouts.update
-        elif self.phase is Phase.READY:
-            waited, limit = (now - self._send_since if self._send_ready else 0.0), self._timeouts.update
-        if waited > limit:
-            self._fail({who: f"{what} (waited {waited:.0f} s)" for who, what in self._waiting_for()}, "TransferTimeout")
+        match self.phase:
+            case Phase.UPDATING:
+                limit = self._timeouts.update
+            case Phase.READY if self.update is not None:
+                limit = self._timeouts.update
+            case Phase.READY | Phase.GATHERING if self._been_ready:
+                waited, limit = (now - self._send_since if self._send_ready else 0.0), self._timeouts.update
+            case Phase.ABORTING:
+                limit = 2 * self._timeouts.heartbeat
+        if waited <= limit:
+            return
+        late = {who: f"{what} (waited {waited:.0f} s)" for who, what in self._waiting_for()}
+        self._too_late(late, now)
+
+    def _too_late(self, late: dict[str, str], now: float) -> None:
+        """A phase's deadline. Engines that are late are lost; only if none is does it cost the version, or the session."""
+        engines = {n: c for n, c in late.items() if n in self.roster.side_of and self.roster.side_of[n].is_engine}
+        if not self._been_ready:
+            self._fail(late, "TransferTimeout")
+        elif self.phase is Phase.UPDATING and self.update is not None:
+            self.update.kind = "TransferTimeout"
+            self.update.retries_left = -1
+            if engines:
+                self._lose(engines, "TransferTimeout", now)
+            if self.phase is Phase.UPDATING:
+                self._given_up = late
+                self._abort(now)
+        elif self.phase is Phase.GATHERING and self._wanted is not None:
+            causes = {"hub": f"no engine came to take the version within {self._timeouts.update:.0f} s"}
+            failed = w.UpdateFailed(kind="TransferTimeout", causes=causes, version=self._wanted)
+            self._send_ready = {}
+            self._out += [Send(name, failed) for name in self.roster.trainers.workers]
+        elif engines:
+            self._lose(engines, "TransferTimeout", now)
+        else:
+            self._fail(late, "TransferTimeout")
 
     def _waiting_for(self) -> list[tuple[str, str]]:
         """(worker, what is awaited from it), for the message of a deadline."""
         match self.phase:
+            case Phase.GATHERING if self._been_ready:
+                return [
+                    (n, "did not call send_weights") for n in self.roster.trainers.workers if n not in self._send_ready
+                ]
             case Phase.GATHERING:
                 return [
-                    (name, "did not join the session; start it with the sender's endpoint")
-                    for name in self._missing_joins()
+                    (n, "did not join the session; start it with the sender's endpoint") for n in self.roster.missing()
                 ]
             case Phase.PROBING:
-                quiet = [
-                    (j.worker, f"did not speak at step {self._side_steps.get(side, 0)} of its side's probe")
-                    for side, words in self._side_words.items()
-                    if words
-                    for j in self._members(side)
-                    if j.worker not in words
-                ]
-                if quiet:
-                    return quiet
-                late = [(n, "did not report its layout") for n in self._order() if n not in self._maps]
-                return late or [("hub", "is still probing")]
+                return waiting_for_layouts([side for side in self.roster.required() if side is not None])
             case Phase.LOWERING:
-                return [(n, "did not lower its program") for n in self._order() if n not in self._endpoints]
+                return [(n, "did not lower its program") for n in self._in_force().order if n not in self._endpoints]
             case Phase.CONNECTING:
-                return [(n, "did not connect to its peers") for n in self._order() if n not in self._connected]
+                return [(n, "did not connect to its peers") for n in self._in_force().order if n not in self._connected]
             case Phase.READY:
-                return [
-                    (j.worker, "did not call send_weights")
-                    for j in self._members("")
-                    if j.worker not in self._send_ready
-                ]
-            case Phase.UPDATING if self._update is not None:
-                return self._waiting_for_update(self._update)
+                busy = [s for s in self.roster.engines if s.leader is not None and not s.leader.at_rest]
+                quiet = [n for n in self.roster.trainers.workers if n not in self._send_ready]
+                late = [(n, "did not call send_weights") for n in quiet if self.update is None]
+                return late or [(n, "did not end its last install") for s in busy for n in s.workers]
+            case Phase.ABORTING:
+                return [(n, "did not end the attempt") for n in sorted(self._awaited)]
+            case Phase.UPDATING if self.update is not None:
+                return waiting_for_update(self.update)
             case _:
                 return [("planner", "did not finish")]
-
-    def _waiting_for_update(self, update: _Update) -> list[tuple[str, str]]:
-        parked = []
-        for engine in self._engines:
-            if engine not in update.agreed:
-                names = {j.rank: j.worker for j in self._members(engine)}
-                parked += [
-                    (names[m], f"engine did not stop at one step: {what}")
-                    for m, what in self._leaders[engine].waiting_for()
-                ]
-        moving = [(n, "did not finish its part of the transfer") for n in self._order() if n not in update.transferred]
-        resuming = [(n, "did not resume") for n in self._order() if n not in update.resumed]
-        return parked or moving or resuming
 
     def _fail(self, causes: dict[str, str], kind: str) -> None:
         """Terminal. Tells every worker that may still listen, once.
 
         The worker in whose process the hub lives hears of it last: it may well exit on the spot, and the hub with it.
         """
-        if self.phase is Phase.FAILED:
+        if self._over:
             return
         self.phase = Phase.FAILED
         poisoned: tuple[str, ...] = ()
-        version = self._version
-        if self._update is not None:
-            version = self._update.version
-            if self._update.allowed:
-                poisoned = self._poisoned(self._update, causes)
+        version = self.version
+        if self.update is not None:
+            version, poisoned = self.update.version, self.update.poisoned(causes)
         failure = w.Failure(kind=kind, causes=causes, poisoned=poisoned, version=version)
-        self._unheard = {name for name in self._order() if name not in self._gone and name != HUB_WORKER}
+        self._unheard = {name for name in self.roster.side_of if name != HUB_WORKER}
         self._out += [Send(name, failure) for name in sorted(self._unheard)]
-        self._last_word = Send(HUB_WORKER, failure) if HUB_WORKER in self._joins else None
+        self._last_word = Send(HUB_WORKER, failure) if HUB_WORKER in self.roster.side_of else None
         self._tell_until = None
-
-    def _poisoned(self, update: _Update, causes: dict[str, str]) -> tuple[str, ...]:
-        """Engines that hold mixed versions: those that have not all bytes, and those of which a worker failed before it had
-        resumed, since its own loader may have had its part to do."""
-        failed = {self._joins[n].engine for n in causes if n in self._joins and n not in update.resumed}
-        return tuple(e for e in self._engines if e not in update.committed or e in failed)
 
     def _tell_own_worker(self, now: float) -> None:
         if self._last_word is None:
@@ -581,13 +789,11 @@ class SessionMachine:
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase, self._since = phase, now
 
-    def _broadcast(self, message: w.Message) -> None:
-        self._out += [Send(name, message) for name in self._order() if name not in self._gone]
+    def _in_force(self) -> Epoch:
+        return self.epoch if self.epoch is not None else Epoch.of(0, ())
 
-    def _members(self, engine: str) -> list[w.Join]:
-        """Workers of an engine, or of the trainers for "", by rank."""
-        return sorted((j for j in self._joins.values() if j.engine == engine), key=lambda j: j.rank)
+    def _is_member(self, worker: str) -> bool:
+        return worker in self._in_force().order
 
-    def _order(self) -> list[str]:
-        """Worker names in the order that numbers them in the plan: trainers by rank, then engines as the sender named them."""
-        return [j.worker for side in ("", *self._engines) for j in self._members(side)]
+    def _to_members(self, message: w.Message) -> None:
+        self._out += [Send(name, message) for name in self._in_force().order if name in self.roster.side_of]

@@ -1,0 +1,97 @@
+"""What the session machine hears and says: an agreement's instructions as messages, and who is being waited for, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from weightbridge.machine import agreement as a
+from weightbridge.machine import messages as w
+from weightbridge.machine.roster import Side, SideState
+from weightbridge.machine.session_words import Send, SessionTimeouts
+from weightbridge.machine.update import Update
+
+__all__ = ["aloud", "answered", "waiting_for_layouts", "waiting_for_update", "who_is_silent"]
+
+
+def aloud(side: Side, instruction: a.LeaderInstruction) -> Send | None:
+    """The message that an instruction of the engine's leader stands for, if it stands for one."""
+    match instruction:
+        case a.SendPropose(member=m, request=r):
+            connect = side.state is SideState.PROBING
+            message: w.Message = w.Propose(request=r, connect=connect)
+        case a.SendCommit(member=m, request=r, target=target):
+            message = w.Commit(request=r, target=target)
+        case a.SendInstall(member=m, request=r):
+            message = w.InstallNow(request=r)
+        case a.AskIdle(member=m, request=r, attempt=n):
+            message = w.AskIdle(request=r, attempt=n)
+        case a.SendIdleInstall(member=m, request=r, attempt=n):
+            message = w.IdleInstall(request=r, attempt=n)
+        case a.SendIdleRelease(member=m, request=r, attempt=n):
+            message = w.IdleRelease(request=r, attempt=n)
+        case a.SendAbort(member=m, request=r):
+            message = w.StopRequest(request=r)
+        case _:  # told to the session, which asked for it or waits for Resumed instead
+            return None
+    return Send(side.joins[m].worker, message)
+
+
+def answered(rank: int, message: w.Message) -> a.LeaderEvent | None:
+    """What a member's message tells the leader of its engine's agreement, if it is one of those."""
+    match message:
+        case w.Promise(request=request, bound=bound):
+            return a.PromiseFrom(rank, request, bound)
+        case w.Parked(request=request):
+            return a.ParkedFrom(rank, request)
+        case w.IdleAnswer(request=request, attempt=attempt, held=held, count=count):
+            return a.IdleFrom(rank, request, attempt, held, count)
+        case w.Installed(request=request):
+            return a.InstalledFrom(rank, request)
+        case w.Stopped(request=request):
+            return a.AbortedFrom(rank, request)
+    return None
+
+
+def who_is_silent(
+    now: float, last_seen: Mapping[str, float], doubted: Mapping[str, float], timeouts: SessionTimeouts
+) -> dict[str, str]:
+    """Workers that count as lost, and why. last_seen: when each was heard last. doubted: since when its connection is
+    closed, or a peer has lost it."""
+    out = {
+        name: f"gave no sign of life for {now - at:.0f} s"
+        for name, at in last_seen.items()
+        if now - at > timeouts.heartbeat
+    }
+    for name, since in doubted.items():
+        if name in last_seen and now - since > timeouts.suspect and name not in out:
+            out[name] = f"its connections closed, and it gave no sign of life for {now - since:.0f} s"
+    return dict(sorted(out.items()))
+
+
+def waiting_for_layouts(sides: Iterable[Side]) -> list[tuple[str, str]]:
+    """(worker, what is awaited from it) while sides are probed."""
+    sides = list(sides)
+    quiet = [
+        (name, f"did not speak at step {side.step} of its side's probe")
+        for side in sides
+        if side.words
+        for name in side.workers
+        if name not in side.words
+    ]
+    late = [(n, "did not report its layout") for side in sides for n in side.workers if n not in side.maps]
+    return quiet or late or [("hub", "is still probing")]
+
+
+def waiting_for_update(update: Update) -> list[tuple[str, str]]:
+    """(worker, what is awaited from it) while a version is in flight: first who has to stop, then who moves, then who
+    resumes."""
+    stopping = []
+    for side in update.engines.values():
+        due = not side.staged or side.name in update.committed
+        if due and side.name not in update.agreed and not update.done(side) and side.leader is not None:
+            owed = side.leader.waiting_for()
+            stopping += [(side.joins[m].worker, f"engine did not stop at one step: {what}") for m, what in owed]
+    workers = update.workers
+    moving = [(n, "did not finish its part of the transfer") for n in workers if n not in update.transferred]
+    resuming = [(n, "did not resume") for n in workers if n not in update.resumed]
+    return stopping or moving or resuming
