@@ -29,7 +29,7 @@ from benchmarks.cluster.tracing import LinkSampler
 from weightbridge.plan import Plan, decode_plan
 from weightbridge.testing.ports import free_port
 
-__all__ = ["METHODS", "Measured", "Settings", "measure_case"]
+__all__ = ["METHODS", "Measured", "Session", "Settings", "measure_case"]
 
 METHODS = ("weightbridge", "broadcast", "p2p", "file", *PEERS)
 _PORT = 29700
@@ -94,15 +94,15 @@ def _measure(case: Case, method: str, settings: Settings, testbed: Testbed | Non
     work_dir = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         with Crew(work_dir) as crew:
-            updates, memory, told = _Run(case, method, settings, testbed, crew, work_dir).all()
+            updates, memory, told = Session(case, method, settings, testbed, crew, work_dir).all()
         plan = work_dir / PLAN_FILE
         return _Found(updates, memory, told, plan.read_bytes() if plan.exists() else b"")
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
 
 
-class _Run:
-    """One method on one case."""
+class Session:
+    """One method on one case: its workers, from their start to their end."""
 
     def __init__(
         self, case: Case, method: str, settings: Settings, testbed: Testbed | None, crew: Crew, work_dir: Path
@@ -110,20 +110,35 @@ class _Run:
         self._case, self._method, self._settings = case, method, settings
         self._testbed, self._crew = testbed, crew
         workers = case.topology.workers
-        self._names = [w.name for w in workers]
-        self._trainers = [workers[i].name for i in case.topology.trainers]
-        self._rollouts = [workers[i].name for i in case.topology.rollouts]
+        self.names = [w.name for w in workers]
+        self.trainers = [workers[i].name for i in case.topology.trainers]
+        self.rollouts = [workers[i].name for i in case.topology.rollouts]
         self._work_dir = work_dir
 
     def all(self) -> tuple[list[Update], dict[str, Message], Message]:
         """Start, connect, warm up, measure, take leave."""
-        told = self._start()
+        told = self.start()
         updates = [self._update(version + 1) for version in range(self._settings.warmups + self._settings.repeats)]
-        memory = self._ask(self._names, {"kind": "memory"}, "memory", 30)
-        self._ask(self._names, {"kind": "stop"}, "stopped", 60)
+        memory = self.ask(self.names, {"kind": "memory"}, "memory", 30)
+        self.stop()
         return updates[self._settings.warmups :], memory, told
 
-    def _start(self) -> Message:
+    def stop(self) -> None:
+        self.ask(self.names, {"kind": "stop"}, "stopped", 60)
+
+    def prepare(self, version: int) -> None:
+        """Trainers take on the values of a version."""
+        order = {"kind": "prepare", "version": version}
+        self.ask(self.trainers, order, "prepared", self._settings.update_seconds)
+
+    def wrong(self, version: int) -> list[str]:
+        """Worker and tensor of all that rollout workers do not hold as it should be."""
+        order = {"kind": "verify", "version": version}
+        checked = self.ask(self.rollouts, order, "verified", self._settings.update_seconds)
+        return [f"{name}: {tensor}" for name, c in checked.items() for tensor in c["wrong"]]
+
+    def start(self) -> Message:
+        """Returns what trainer rank 0 tells of its connect."""
         shaped = self._testbed is not None
         num_nodes = len(self._case.rates_bits)
         config: Message = {
@@ -138,30 +153,30 @@ class _Run:
             | (settings() if self._method in PEERS else {})
             | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{_ROOT / 'src'}{os.pathsep}{_ROOT}"}
         )
-        for name in self._names:
+        for name in self.names:
             prefix = [] if self._testbed is None else self._testbed.command_prefix(self._case.node_of(name))
             self._crew.start(name, prefix, config | {"worker": name}, environ)
-        told = self._crew.gather(self._names, "ready", self._settings.connect_seconds)
-        self._ask(self._names, {"kind": "settle"}, "settled", self._settings.connect_seconds)
-        return {k: v for k, v in told[self._trainers[0]].items() if k != "kind"}
+        told = self._crew.gather(self.names, "ready", self._settings.connect_seconds)
+        self.ask(self.names, {"kind": "settle"}, "settled", self._settings.connect_seconds)
+        return {k: v for k, v in told[self.trainers[0]].items() if k != "kind"}
 
     def _update(self, version: int) -> Update:
         seconds = self._settings.update_seconds
-        self._ask(self._trainers, {"kind": "prepare", "version": version}, "prepared", seconds)
+        self.prepare(version)
         links, cpu, own = self._links(), parse_cpu(_stat()), self._own_ticks()
         sampler = LinkSampler(self._links)
         with sampler if self._settings.trace else contextlib.nullcontext():
-            done = self._ask(self._names, {"kind": "go", "version": version}, "done", seconds)
+            done = self.ask(self.names, {"kind": "go", "version": version}, "done", seconds)
         links_after, cpu_after, own_after = self._links(), parse_cpu(_stat()), self._own_ticks()
         load = os.getloadavg()[0]
-        checked = self._ask(self._rollouts, {"kind": "verify", "version": version}, "verified", seconds)
+        wrong = self.wrong(version)
         update = Update(
             stalls={name: (d["begin"], d["end"]) for name, d in done.items()},
             links=None if links is None or links_after is None else node_bytes(links, links_after),
             cpu_busy=(cpu_after.busy - cpu.busy) / max(cpu_after.total - cpu.total, 1),
             own_cpu_seconds=(own_after - own) / os.sysconf("SC_CLK_TCK"),
             load_average=load,
-            wrong=tuple(f"{name}: {tensor}" for name, c in checked.items() for tensor in c["wrong"]),
+            wrong=tuple(wrong),
             samples=sampler.samples,
             spans={name: d["trace"] for name, d in done.items() if d.get("trace") is not None},
         )
@@ -175,20 +190,20 @@ class _Run:
         )  # fmt: skip
         return update
 
-    def _ask(self, names: Sequence[str], order: Message, answer: str, seconds: float) -> dict[str, Message]:
+    def ask(self, names: Sequence[str], order: Message, answer: str, seconds: float) -> dict[str, Message]:
         self._crew.tell(names, order)
         return self._crew.gather(names, answer, seconds)
 
     def _links(self) -> dict[int, Counters] | None:
         if self._testbed is None:
             return None
-        first = {self._case.node_of(name): name for name in reversed(self._names)}
+        first = {self._case.node_of(name): name for name in reversed(self.names)}
         return {node: self._testbed.counters(self._crew.pid(name)) for node, name in sorted(first.items())}
 
     def _own_ticks(self) -> int:
         """utime and stime of all worker processes."""
         total = 0
-        for name in self._names:
+        for name in self.names:
             fields = Path(f"/proc/{self._crew.pid(name)}/stat").read_text().rpartition(")")[2].split()
             total += int(fields[11]) + int(fields[12])
         return total

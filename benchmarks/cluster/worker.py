@@ -76,6 +76,10 @@ class Method(Protocol):
     def idle(self) -> None:
         """Called again and again between orders."""
 
+    def window(self, order: Message) -> dict[str, Any]:
+        """Work for a while, if this is a method that works (benchmarks/modes.py)."""
+        raise NotImplementedError(type(self).__name__)
+
     def close(self) -> None: ...
 
 
@@ -84,6 +88,10 @@ def _method(name: str, context: Context) -> Method:
         from benchmarks.cluster.session import Session
 
         return Session(context)
+    if name.startswith("working:"):
+        from benchmarks.cluster.working import Working
+
+        return Working(context, stage_send="send" in name, stage_receive="receive" in name)
     if name == "broadcast":
         from benchmarks.cluster.broadcast import Broadcast
 
@@ -138,6 +146,8 @@ def _run(channel: Channel) -> None:
                 channel.say("prepared")
             case "go":
                 method.go(order["version"])
+            case "window":
+                channel.say("windowed", **method.window(order))
             case "verify":
                 channel.say("verified", wrong=context.model.wrong(order["version"]))
             case "settle":

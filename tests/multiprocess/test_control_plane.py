@@ -44,6 +44,17 @@ class End:
         self.heard += self.socket.receive()
 
 
+class Idle(End):
+    """Nobody, for a moment."""
+
+    def __init__(self) -> None:
+        self.heard = []
+
+    def serve(self) -> None:
+        select.select([NEVER], [], [], 0.01)
+
+
+IDLE = Idle()
 NEVER, _ = os.pipe()  # a descriptor that nobody writes to
 
 
@@ -106,9 +117,14 @@ def test_parts_that_do_not_follow_one_another_are_no_message() -> None:
     }
     for name, parts in orders.items():
         assembly = Assembly()
-        with pytest.raises(TransportError, match="some were lost"):
-            for part in parts:
+        refusals = 0
+        for part in parts:
+            try:
                 assert assembly.add(*part) is None, name
+            except TransportError as error:
+                refusals += 1
+                assert "some were lost" in error.message
+        assert refusals, name
         *most, last = [assembly.add(*part) for part in two]
         assert most == [None, None]
         assert last == b"".join(p for _, p in two)  # the next message is as good as ever
@@ -194,7 +210,6 @@ def test_the_end_of_a_connection_is_told_after_its_last_word() -> None:
         assert [m for n, m in hub.heard if n == gone] == [b"first", *(b"%d" % n for n in range(50)), None]
         two.socket.send(b"still here")
         until(lambda: hub.heard[-1][1] == b"still here", hub, two)
-        one.socket = two.socket  # both are closed at the end
 
 
 def test_a_worker_that_dials_again_is_the_same_connection() -> None:
@@ -206,7 +221,7 @@ def test_a_worker_that_dials_again_is_the_same_connection() -> None:
             hub.socket.send(name, b"answer %d" % n)
             until(lambda n=n: worker.heard[-1:] == [b"answer %d" % n], hub, worker)
             cut_all()
-            until(lambda: (name, None) == hub.heard[-1], hub, worker)
+            until(lambda: hub.heard[-1][1] is None, hub, worker)
             until(lambda n=n: worker.socket.num_connections == n + 2, hub, worker)
         assert {n for n, _ in hub.heard} == {name}
         assert [m for _, m in hub.heard] == [b"word 0", None, b"word 1", None, b"word 2", None]
@@ -269,12 +284,7 @@ class Life:
         self.hub.socket.send(name, w.encode(message))
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
-        ends = [self.hub] if self.hub is not None else []
-        until(
-            lambda: done() or bool(ends) is False and not select.select([], [], [], 0.01)[0] and done(),
-            *ends,
-            what=what,
-        )
+        until(done, self.hub if self.hub is not None else IDLE, what=what)
 
 
 def test_a_worker_outlives_the_hub_and_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +301,7 @@ def test_a_worker_outlives_the_hub_and_joins_the_next(monkeypatch: pytest.Monkey
         assert "has died" in life.failures[0].message
         life.thread.rejoin(join_of("e/0", version=7))
         life.start_hub(token=b"another job's")
-        life.wait(lambda: life.hub.socket._notes._count >= 2, "being refused")
+        life.wait(lambda: life.hub.socket._notes.count >= 2, "being refused")
         life.kill_hub()
         life.start_hub()
         names = set()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.planning import Planned, plan_job
-from weightbridge.coordinator.wire import HubSocket
+from weightbridge.coordinator.wire import HubSocket, Notes
 from weightbridge.errors import TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
@@ -57,6 +57,7 @@ class Hub:
         self._connections: dict[str, bytes] = {}  # the inverse
         self._welcomes: dict[bytes, w.Message] = {}  # connection -> the answer to its Join
         self._encoded: tuple[w.Message, bytes] | None = None  # the message sent last
+        self._notes = Notes(_LOG)
         self._done: queue.SimpleQueue[s.SessionEvent] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_heartbeat = 0.0
@@ -96,7 +97,7 @@ class Hub:
             try:
                 message = w.decode(data)
             except TransportError as error:
-                _LOG.warning("refused a message of %s: %s", self._workers.get(connection, "a guest"), error.message)
+                self._notes.warn("refused a message of %s: %s", self._workers.get(connection, "a guest"), error.message)
                 continue
             self._message(connection, message)
 
@@ -130,7 +131,7 @@ class Hub:
                     self._welcomes[connection] = welcome
                     self._send(connection, welcome)
                 case s.Refuse(connection=connection, message=rejected):
-                    _LOG.warning("did not let a worker in: %s", rejected.reason)
+                    self._notes.warn("did not let a worker in: %s", rejected.reason)
                     self._send(connection, rejected)
                 case s.Forget(worker=worker):
                     self._forget(worker)

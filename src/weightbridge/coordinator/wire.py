@@ -29,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 from weightbridge.errors import ConnectError, TransportError
 from weightbridge.machine.messages import MAX_MESSAGE_BYTES
 
-__all__ = ["PART_BYTES", "Assembly", "HubSocket", "WorkerSocket", "cut", "is_hub_like"]
+__all__ = ["PART_BYTES", "Assembly", "HubSocket", "Notes", "WorkerSocket", "cut", "is_hub_like"]
 
 PART_BYTES = 1 << 16
 MAX_PARTS = -(-MAX_MESSAGE_BYTES // PART_BYTES)
@@ -122,16 +122,17 @@ class Assembly:
         return b"".join(parts)
 
 
-class _Notes:
-    """Warnings that anybody can cause: the first hundred, then ever fewer."""
+class Notes:
+    """Warnings that others can cause as often as they like: the first hundred are logged, then ever fewer."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self.count = 0
 
     def warn(self, text: str, *values: object) -> None:
-        self._count += 1
-        if self._count <= 100 or self._count.bit_count() == 1:
-            _LOG.warning(text + " (%d so far)", *values, self._count)
+        self.count += 1
+        if self.count <= 100 or self.count.bit_count() == 1:
+            self._log.warning(text + " (%d so far)", *values, self.count)
 
 
 # --- the hub's end ----------------------------------------------------------------------------------------------------
@@ -151,13 +152,13 @@ class HubSocket:
         self._worker_key = z85.decode(_keys(token, b"worker")[0])
         self._poller = zmq.Poller()
         self._numbers = itertools.count()
-        self._last: tuple[bytes, list[tuple[bytes, zmq.Frame]]] = (b"", [])  # the message sent last, and its parts
+        self._last: tuple[bytes, list[tuple[bytes, zmq.Frame]]] | None = None  # the message sent last, and its parts
         self._assemblies: dict[bytes, Assembly] = {}
         self._fds: dict[bytes, int] = {}  # connection -> descriptor, from its first part until it has dropped
         self._addresses: dict[int, str] = {}  # of all that were accepted
         self._failed = False  # the handshake of the connection that ends next in `_follow`
         self._dropped: list[tuple[bytes, int]] = []  # name and descriptor of connections that have ended
-        self._notes = _Notes()
+        self._notes = Notes(_LOG)
         try:
             self._listen(endpoint, token)
         except zmq.ZMQError as error:
@@ -216,14 +217,16 @@ class HubSocket:
 
     def send(self, connection: bytes, message: bytes) -> None:
         """Never blocks; goes nowhere when the connection is gone. One message to many is cut once and copied never."""
-        if self._last[0] is not message:
+        if self._last is None or self._last[0] is not message:
             self._last = (message, cut(next(self._numbers), message))
         for header, part in self._last[1]:
             with suppress(zmq.Again):
                 self._socket.send_multipart([connection, header, part], zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
-        """Flush what was sent, within two seconds, and give the port back."""
+        """Flush what was sent, within two seconds, and give the port back. Idempotent."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._gate.close(0)
@@ -294,7 +297,7 @@ class WorkerSocket:
         self._has_given_up = False
         self._numbers = itertools.count()
         self._assembly = Assembly()
-        self._notes = _Notes()
+        self._notes = Notes(_LOG)
         self._endpoint = endpoint
         sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket = sock
@@ -351,7 +354,9 @@ class WorkerSocket:
                 self._socket.send_multipart([header, part], zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
-        """What was sent still goes out, within two seconds, in the background."""
+        """What was sent still goes out, within two seconds, in the background. Idempotent."""
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(_LINGER_MS)

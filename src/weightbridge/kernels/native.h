@@ -1,4 +1,4 @@
-/* Interface of native.c, differences.c and fair_sharing.c. The text between the markers is also what cffi is told. */
+/* Interface of native.c, differences.c, fair_sharing.c and digests.c. The text between the markers is also what cffi is told. */
 #include <stdint.h>
 /* BEGIN CDEF */
 typedef struct {
@@ -62,4 +62,6 @@ int64_t wb_difference(wb_field *f, int64_t row, int wide);
 
 int wb_fair_rates(int64_t num_flows, int64_t width, const int32_t *links, int64_t num_links, const double *bandwidth,
                   double *rate, int64_t *load);
+
+uint64_t wb_digest(const char *memory, const char *segments, int64_t num_segments, int64_t row_step, int64_t column_step);
 /* END CDEF */

@@ -1,0 +1,117 @@
+"""WeightBridge under workers that work: trainers take training steps, engines decode in lock step, and both count.
+
+The GPU's own time is stood in for by sleeping, which leaves the CPU to the transfer as a GPU would: this is the one
+fake part. The workers of an engine meet in a collective after every step, as tensor-parallel ones do.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.worker import Context
+from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter, UpdateHandle
+
+__all__ = ["DECODE_SECONDS", "TOKENS_PER_STEP", "TRAIN_SECONDS", "Working"]
+
+DECODE_SECONDS = 0.01
+TRAIN_SECONDS = 0.05
+TOKENS_PER_STEP = 32
+_MAX_SPANS = 20_000
+
+
+class Working:
+    """One adapter and one loop of work. Orders: `window` runs the loop from `begin` to `end` (time.monotonic), with a
+    version sent at `send_at` if there is one, and tells what was done in it."""
+
+    def __init__(self, context: Context, stage_send: bool, stage_receive: bool) -> None:
+        self._context = context
+        case, seat = context.case, context.case.topology.workers[context.me]
+        self._moving: list[float] = []  # times of what the data plane did
+        options = Options(
+            token=context.token, data_host=context.host, bandwidth=seat.bandwidth, slot_bytes=case.key.slot_bytes,
+            backup_weights=False, connect_timeout_seconds=context.connect_seconds, update_timeout_seconds=context.seconds,
+            heartbeat_timeout_seconds=30.0, stage_send=stage_send, stage_receive=stage_receive,
+            observe=lambda observation: self._moving.append(observation.at) if context.trace else None,
+        )  # fmt: skip
+        common: dict[str, Any] = {
+            "endpoint": f"tcp://{context.hosts[0]}:{context.port}", "checkpoint": case.spec, "node": seat.node,
+            "load_weights": context.model.load_weights, "tensors": context.model.tensors, "options": options,
+        }  # fmt: skip
+        self._sender: SenderAdapter | None = None
+        self._receiver: ReceiverAdapter | None = None
+        self._handle: UpdateHandle | None = None
+        if context.is_trainer:
+            group = (seat.rank, len(case.topology.trainers))
+            self._sender = SenderAdapter(group=group, engines=case.engines, **common)
+        else:
+            size = sum(w.engine == seat.engine for w in case.topology.workers)
+            self._receiver = ReceiverAdapter(group=(seat.rank, size), engine=seat.engine, **common)
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both are on one node
+            store = dist.FileStore(str(Path(context.work_dir, f"step-{seat.engine}")), size)
+            dist.init_process_group(
+                "gloo", store=store, rank=seat.rank, world_size=size, timeout=timedelta(seconds=120)
+            )
+
+    def connect(self) -> dict[str, Any]:
+        if self._sender is not None:
+            self._sender.connect()
+            self._context.model.fill(0)
+        return {}
+
+    def idle(self) -> None:
+        """Between windows an engine polls in lock step too: it is asked to be probed then."""
+        if self._receiver is not None:
+            self._receiver.poll_requests()
+            with suppress(RuntimeError):  # the other one has been told to stop already
+                dist.all_reduce(torch.zeros(1))
+
+    def go(self, version: int) -> None:
+        raise NotImplementedError("the work is done in windows")
+
+    def window(self, order: dict[str, Any]) -> dict[str, Any]:
+        begin, end, send_at, version = order["begin"], order["end"], order.get("send_at"), order.get("version")
+        self._moving.clear()
+        time.sleep(max(0.0, begin - time.monotonic()))
+        steps: list[tuple[float, float]] = []
+        calls: list[tuple[float, float]] = []
+        sent = False
+        while (now := time.monotonic()) < end:
+            if self._sender is not None and version is not None and not sent and now >= send_at:
+                self._handle, sent = self._sender.send_weights(version), True
+                calls.append((now, time.monotonic()))
+            elif self._receiver is not None:
+                self._receiver.poll_requests()
+                calls.append((now, time.monotonic()))
+            self._step(steps)
+        told: dict[str, Any] = {"steps": steps[-_MAX_SPANS:], "calls": calls, "moving": self._span_of_moving()}
+        if self._handle is not None and sent:
+            report = self._handle.wait()
+            told |= {"ewtt_seconds": report.ewtt_seconds, "agst_seconds": report.agst_seconds}
+        if self._receiver is not None:
+            told["version"] = self._receiver.version
+        return told
+
+    def close(self) -> None:
+        for adapter in (self._sender, self._receiver):
+            if adapter is not None:
+                adapter.close()
+
+    def _step(self, steps: list[tuple[float, float]]) -> None:
+        begin = time.monotonic()
+        if self._sender is not None:
+            time.sleep(TRAIN_SECONDS)
+        else:
+            time.sleep(DECODE_SECONDS)
+            dist.all_reduce(torch.zeros(1))
+        steps.append((begin, time.monotonic()))
+
+    def _span_of_moving(self) -> tuple[float, float] | None:
+        return (self._moving[0], self._moving[-1]) if self._moving else None
