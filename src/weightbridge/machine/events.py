@@ -26,7 +26,7 @@ class Kind(IntEnum):
     ASSEMBLED = 3  # the sender has read the receiver's slots of this round
 
 
-_TAG = struct.Struct("<QIqIIBB")
+_TAG = struct.Struct("<QIqIIBBQ")
 _MAX_STAGES = 16
 
 
@@ -34,7 +34,8 @@ _MAX_STAGES = 16
 class Tag:
     """Identifies a message beyond doubt: whatever belongs to another session, epoch, version or attempt is dropped.
 
-    stage: position in plan.STAGES of the slot that the bytes went to (DATA, CREDIT); 0 otherwise.
+    stage: position in plan.STAGES of the slot that the bytes went to (DATA, CREDIT); 0 otherwise. digest: of a DATA post's
+    bytes in the order of its segments (`kernels.digests`), [0, 2**64); 0 where none was taken, and without bytes.
     """
 
     session: int
@@ -44,24 +45,28 @@ class Tag:
     round: int
     kind: Kind
     stage: int = 0
+    digest: int = 0
 
     def pack(self) -> bytes:
         """Fixed-size wire form, little-endian."""
-        return _TAG.pack(self.session, self.epoch, self.version, self.attempt, self.round, self.kind, self.stage)
+        return _TAG.pack(
+            self.session, self.epoch, self.version, self.attempt, self.round, self.kind, self.stage, self.digest
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> Tag:
         """Inverse of pack. Raises TransportError on a wrong size, an unknown kind or a stage out of range."""
         if len(data) != _TAG.size:
             raise TransportError(f"tag has {len(data)} bytes, expected {_TAG.size}; the peer speaks another protocol")
-        session, epoch, version, attempt, round_, kind, stage = _TAG.unpack(data)
+        session, epoch, version, attempt, round_, kind, stage, digest = _TAG.unpack(data)
         if kind not in Kind._value2member_map_ or stage >= _MAX_STAGES:
             raise TransportError(
                 f"tag with kind {kind} and stage {stage} is not known; the peer speaks another protocol"
             )
         return cls(
-            session=session, epoch=epoch, version=version, attempt=attempt, round=round_, kind=Kind(kind), stage=stage
-        )
+            session=session, epoch=epoch, version=version, attempt=attempt, round=round_, kind=Kind(kind), stage=stage,
+            digest=digest,
+        )  # fmt: skip
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ class SessionMachine:
         self._endpoints: dict[str, w.PeerEndpoint] = {}
         self._connected: set[str] = set()
         self._awaited: set[str] = set()  # who has yet to say Quiesced
+        self._broken_connects = 0  # attempts in a row that failed while no version was in flight
         self._retry = False  # the version in flight is to be sent again as soon as there are connections
         self._given_up: dict[str, str] | None = None  # causes; the version in flight ends with them once all is quiet
         self._leaving = False  # a trainer has left in good order while the others finish
@@ -265,7 +266,7 @@ class SessionMachine:
             return
         self._connected.add(worker)
         if len(self._connected) == len(self._in_force().order):
-            self._been_ready = True
+            self._been_ready, self._broken_connects = True, 0
             self.version = max(self.version, *(side.version for side in self._in_force().sides))
             self._enter(Phase.READY, now)
             staged = any(side.staged for side in self._in_force().sides if side.is_engine)
@@ -277,6 +278,8 @@ class SessionMachine:
         if self.roster.side_of[worker].is_engine:
             self._lose({worker: f"is no trainer and sends version {version}"}, "InternalError", now)
             return
+        if self._been_ready and version <= self.version:
+            return  # it was said before
         if not self._send_ready:
             self._send_since = now
         self._send_ready[worker] = version
@@ -491,7 +494,12 @@ class SessionMachine:
             return
         if culprit != worker and culprit in self.roster.side_of:
             self._doubted.setdefault(culprit, now)
-        if self.update is not None:
+        if self.update is None:
+            self._broken_connects += 1
+            if self._broken_connects > self._policy.retries:
+                self._lose({self._to_blame(culprit, worker): message.reason}, message.kind, now)
+                return
+        else:
             if not self.update.blamed and not self.update.lost:
                 self.update.kind = message.kind
             self.update.blamed[self._to_blame(culprit, worker)] = message.reason

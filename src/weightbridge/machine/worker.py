@@ -96,6 +96,7 @@ class WorkerMachine:
         self.probe_request = 0
         self.heard: tuple[int, tuple[bytes, ...]] = (-1, ())  # (step, what each worker of the side said at it)
         self.attempt = 0  # newest one that this worker was told of
+        self._joined = 0  # newest attempt whose peers it was told of
         self.stopped_attempt = 0  # every attempt up to this one is over here
         self.ready = False  # the attempt's connections stand everywhere
         self.ever_ready = False
@@ -145,14 +146,16 @@ class WorkerMachine:
             case w.PlanReady(epoch=epoch, attempt=attempt, plan=plan) if attempt > self.attempt:
                 self.attempt, self.ready = attempt, False
                 return (Prepare(epoch, attempt, plan),)
-            case w.ConnectPeers(attempt=attempt, peers=peers) if self._runs(attempt):
+            case w.ConnectPeers(attempt=attempt, peers=peers) if self._runs(attempt) and attempt > self._joined:
+                self._joined = attempt
                 return (Connect(attempt, peers),)
             case w.Ready(attempt=attempt, version=version, staged=staged) if self._runs(attempt):
                 self.ready = self.ever_ready = True
                 self.staged_engines = staged
                 self.floor = max(self.floor, version)
-            case w.Begin(version=version, attempt=attempt) if self._runs(attempt):
+            case w.Begin(version=version, attempt=attempt) if self._runs(attempt) and self.begun != (version, attempt):
                 self.begun = (version, attempt)
+                self.committed = min(self.committed, version - 1)  # sent again: it is whole when this attempt says so
                 return (Transfer(version, attempt),)
             case w.AllowAssemble(version=version, attempt=attempt):
                 return self._allowed("hub", version, attempt)
