@@ -10,17 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from weightbridge.executor import KernelRan, Observation, Prepared
-from weightbridge.machine import events as m
+from weightbridge.observability.spans import LANES, Recorder, Span
+from weightbridge.observability.trace_format import Tracks, complete, counter
 from weightbridge.plan import Topology
-from weightbridge.program import Round
 
 __all__ = ["LANES", "LinkSampler", "Recorder", "Sample", "Span", "link_losses", "summary", "write_trace"]
-
-LANES = ("pack", "post", "arrive", "decode", "assemble", "signal")
-
-Span = tuple[str, int, float, float, int, str]
-"""lane, round, begin, end (time.monotonic), bytes, peer. An arrival has no length."""
 
 Sample = tuple[float, int, int]
 """time.monotonic, bytes received, bytes sent so far, of one node's link."""
@@ -81,42 +75,6 @@ def link_losses(samples: Sequence[Sample], rate_bits: float, begin: float, end: 
     return found
 
 
-class Recorder:
-    """Spans of the running update of this process's worker: `observe` is what its Options(observe=...) is given."""
-
-    def __init__(self) -> None:
-        self._spans: list[Span] = []
-        self._posted: dict[tuple[int, str, int], float] = {}  # (round, stage, peer) -> when
-        self._rounds: Sequence[Round] = ()
-        self._names: list[str] = []
-
-    def begin(self, version: int) -> None:
-        del version
-        self._spans.clear()
-
-    def take(self) -> list[Span]:
-        """The spans so far; forgets them."""
-        taken, self._spans = self._spans, []
-        return taken
-
-    def observe(self, seen: Observation) -> None:
-        match seen.what:
-            case Prepared(program=program, workers=workers):
-                self._rounds, self._names = program.rounds, [w.name for w in workers]
-            case KernelRan(work=work, round=k, began_at=began_at):
-                self._spans.append((work, k, began_at, seen.at, 0, ""))
-            case m.PostWrites(round=k, index=index):
-                post = self._rounds[k].posts[index]
-                self._posted[k, post.stage, post.peer] = seen.at
-            case m.WriteDone(round=k, stage=stage, peer=peer):
-                nbytes = next(p.nbytes for p in self._rounds[k].posts if (p.stage, p.peer) == (stage, peer))
-                begin = self._posted.pop((k, stage, peer))
-                self._spans.append(("post", k, begin, seen.at, nbytes, f"{self._names[peer]} ({stage})"))
-            case m.Arrived(peer=peer, tag=tag):
-                lane = "arrive" if tag.kind is m.Kind.DATA else "signal"
-                self._spans.append((lane, tag.round, seen.at, seen.at, 0, f"{self._names[peer]} {tag.kind.name}"))
-
-
 def summary(
     stalls: Mapping[str, tuple[float, float]], spans: Mapping[str, Iterable[Any]]
 ) -> dict[str, dict[str, float]]:
@@ -162,40 +120,24 @@ def write_trace(
 
     Returns the number of spans.
     """
-    nodes = {name: i + 1 for i, name in enumerate(topology.nodes)}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}} for name, pid in nodes.items()
-    ]
+    tracks = Tracks()
+    nodes = {name: tracks.pid(name) for name in topology.nodes}
+    events: list[dict[str, Any]] = []
     starts = [s[2] for of_worker in spans.values() for s in of_worker]
     origin = min(starts, default=0.0)
     written = 0
-    for number, (worker, of_worker) in enumerate(spans.items()):
-        pid = nodes[topology.workers[topology.index[worker]].node]
-        tracks: dict[str, int] = {}
-        for lane, round_, begin, end, nbytes, peer in of_worker:
-            track = f"{worker} {lane} {peer if lane == 'post' else ''}".strip()
-            if track not in tracks:
-                tracks[track] = number * 100 + len(tracks) + 1
-                named = {"name": track}
-                events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tracks[track], "args": named})
-            micros = {"ts": round((begin - origin) * 1e6, 1), "dur": round((end - begin) * 1e6, 1)}
+    for worker, of_worker in spans.items():
+        node = topology.workers[topology.index[worker]].node
+        for lane, round_, begin, end, nbytes, peer in sorted(of_worker, key=lambda s: s[3]):
+            name = f"{worker} {lane} {peer if lane == 'post' else ''}".strip()
+            track = tracks.track(node, name, begin - origin, end - origin)
             args = {"bytes": nbytes, "peer": peer}
-            events.append(
-                {
-                    "ph": "X",
-                    "name": f"round {round_}",
-                    "cat": lane,
-                    "pid": pid,
-                    "tid": tracks[track],
-                    **micros,
-                    "args": args,
-                }
-            )
+            events.append(complete(f"round {round_}", lane, track, begin - origin, end - origin, args))
             written += 1
-    for node, of_node in samples.items():
+    for number, of_node in samples.items():
         for a, b in pairwise(of_node):
             rates = {name: round((b[c] - a[c]) * 8e-6 / (b[0] - a[0]), 1) for c, name in ((1, "in"), (2, "out"))}
-            at = round((a[0] - origin) * 1e6, 1)
-            events.append({"ph": "C", "name": "link, Mbit/s", "pid": nodes[f"n{node}"], "ts": at, "args": rates})
+            events.append(counter("link, Mbit/s", nodes[f"n{number}"], a[0] - origin, rates))
+    events = [*tracks.take_news(), *events]
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))
     return written

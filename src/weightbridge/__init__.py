@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightbridge.errors import (
     ConnectError,
+    CorruptionError,
     CoverageError,
     IncompleteUpdateError,
     InfeasibleError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointSpec",
     "ConnectError",
+    "CorruptionError",
     "CoverageError",
     "IncompleteUpdateError",
     "InfeasibleError",

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "ConnectError",
+    "CorruptionError",
     "CoverageError",
     "IncompleteUpdateError",
     "InfeasibleError",
@@ -107,6 +108,13 @@ class WorkerError(WeightBridgeError):
     """Other workers failed. Field `causes`: worker name -> what happened to it, in words."""
 
     causes: dict[str, str]
+
+
+class CorruptionError(WorkerError):
+    """Bytes changed between two workers; nothing was made of them. `causes` names the sender.
+
+    Fields where they were found: `version`, `round`, `stage`, `sent_digest`, `found_digest`.
+    """
 
 
 class IncompleteUpdateError(WeightBridgeError):

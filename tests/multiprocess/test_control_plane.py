@@ -105,6 +105,11 @@ def test_messages_of_all_sizes_arrive_whole_and_in_order_both_ways() -> None:
         assert two.heard == words
 
 
+def feed(assembly: Assembly, parts: list[tuple[bytes, bytes]]) -> None:
+    for part in parts:
+        assert assembly.add(*part) is None
+
+
 def test_parts_that_do_not_follow_one_another_are_no_message() -> None:
     rng = random.Random(2)
     one, two = ([(h, bytes(p.bytes)) for h, p in cut(n, rng.randbytes(3 * PART_BYTES))] for n in (5, 6))
@@ -115,16 +120,10 @@ def test_parts_that_do_not_follow_one_another_are_no_message() -> None:
         "late": one[1:],
         "reordered": [one[0], one[2], one[1]],
     }
-    for name, parts in orders.items():
+    for parts in orders.values():
         assembly = Assembly()
-        refusals = 0
-        for part in parts:
-            try:
-                assert assembly.add(*part) is None, name
-            except TransportError as error:
-                refusals += 1
-                assert "some were lost" in error.message
-        assert refusals, name
+        with pytest.raises(TransportError, match="some were lost"):
+            feed(assembly, parts)
         *most, last = [assembly.add(*part) for part in two]
         assert most == [None, None]
         assert last == b"".join(p for _, p in two)  # the next message is as good as ever
@@ -210,6 +209,18 @@ def test_the_end_of_a_connection_is_told_after_its_last_word() -> None:
         assert [m for n, m in hub.heard if n == gone] == [b"first", *(b"%d" % n for n in range(50)), None]
         two.socket.send(b"still here")
         until(lambda: hub.heard[-1][1] == b"still here", hub, two)
+
+
+def test_the_end_of_a_worker_that_spoke_once_and_died_is_told() -> None:
+    with wires(num_workers=0) as (hub,):
+        for _ in range(10):
+            worker = WorkerSocket(hub.socket._socket.last_endpoint.decode(), TOKEN)
+            worker.send(b"only word")
+            worker.close()
+            hub.heard.clear()
+            until(lambda: len(hub.heard) == 2, hub)
+            assert [message for _, message in hub.heard] == [b"only word", None]
+        assert (hub.socket._fds, hub.socket._assemblies) == ({}, {})
 
 
 def test_a_worker_that_dials_again_is_the_same_connection() -> None:
@@ -301,7 +312,7 @@ def test_a_worker_outlives_the_hub_and_joins_the_next(monkeypatch: pytest.Monkey
         assert "has died" in life.failures[0].message
         life.thread.rejoin(join_of("e/0", version=7))
         life.start_hub(token=b"another job's")
-        life.wait(lambda: life.hub.socket._notes.count >= 2, "being refused")
+        life.wait(lambda: life.hub.socket._refusals.count >= 2, "being refused")
         life.kill_hub()
         life.start_hub()
         names = set()

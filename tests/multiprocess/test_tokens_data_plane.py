@@ -81,10 +81,10 @@ def attack() -> bytes:
 
 
 def logged(caplog: pytest.LogCaptureFixture, text: str, seconds: float = 5) -> None:
-    """Wait until a warning of the handshake says it: the acceptor works in a thread of its own."""
+    """Wait until a warning of the transport says it: the acceptor works in a thread of its own."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if any(r.name == "weightbridge.transports.handshake" and text in r.getMessage() for r in list(caplog.records)):
+        if any(r.name == "weightbridge.transports.sockets" and text in r.getMessage() for r in list(caplog.records)):
             return
         threading.Event().wait(0.01)
     raise AssertionError(f"{text!r} is not in the log: {[r.getMessage() for r in caplog.records]}")
@@ -153,8 +153,9 @@ def test_memory_is_not_shown_to_a_stranger(kind) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_process_of_another_user_is_turned_away() -> None:
+def test_a_process_of_another_user_is_turned_away_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     """It does not even come as far as the handshake, with the right token in hand."""
+    caplog.set_level(logging.WARNING)
     with pair(ShmTransport) as (a, b):
         child = os.fork()
         if child == 0:  # nothing but system calls from here on: other threads of this process are not there
@@ -172,6 +173,7 @@ def test_a_process_of_another_user_is_turned_away() -> None:
             finally:
                 os._exit(outcome)
         assert os.waitpid(child, 0)[1] == 0
+        logged(caplog, f"process {child} is of user 65534, this worker of user 0")
         still_works(a, b)
 
 

@@ -104,6 +104,7 @@ def test_source_asserts_nothing() -> None:
 
 
 _MODULE_OF = {"pyzmq": "zmq"}
+_WITH_EXTRAS = {"cli", "integrations", "kernels", "observability", "simulator", "testing"}
 
 
 def _modules_of(requirements: list[str]) -> set[str]:
@@ -118,9 +119,7 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
     undeclared: dict[str, set[str]] = {}
     for file in _sources():
         layer = file.relative_to(SOURCE).parts[0]
-        allowed = (
-            known | core | (extras if layer in {"cli", "integrations", "kernels", "simulator", "testing"} else set())
-        )
+        allowed = known | core | (extras if layer in _WITH_EXTRAS else set())
         if bad := {name.split(".")[0] for name in _imports(file)} - allowed:
             undeclared[str(file.relative_to(ROOT))] = bad
     assert undeclared == {}

@@ -36,6 +36,7 @@ from weightbridge.cli.failures import FAILURE, INTERRUPTED, guarded, report_fail
 from weightbridge.cli.plan import plan
 from weightbridge.cli.simulate import simulate
 from weightbridge.cli.study import study
+from weightbridge.cli.top import top
 from weightbridge.errors import WeightBridgeError
 
 __all__ = ["app", "main"]
@@ -168,7 +169,7 @@ def explain(
     raise typer.Exit(guarded(run, as_json=False, debug=debug))
 
 
-for _command in (plan, simulate, study, doctor):
+for _command in (plan, simulate, study, doctor, top):
     app.command()(_command)
 
 

@@ -70,6 +70,7 @@ class ControlThread:
         self._patient = False  # tries again until it is let in
         self._begun = time.monotonic()  # to join
         self._redial_at = math.inf
+        self._why_not = "nobody answered"
         self._line: _Line
         self._thread = threading.Thread(target=self._run, name=f"wb-control-{join.worker}", daemon=True)
 
@@ -189,9 +190,9 @@ class ControlThread:
             self._fail(
                 ConnectError(
                     f"{self._join.worker} could not join a session at {self._endpoint} within "
-                    f"{self._options.connect_timeout_seconds:.0f} s: nobody answered; start the trainers with this endpoint "
+                    f"{self._options.connect_timeout_seconds:.0f} s: {self._why_not}; start the trainers with this endpoint "
                     "and the same token, or raise connect_timeout_seconds",
-                    causes={HUB_WORKER: "did not answer"},
+                    causes={HUB_WORKER: self._why_not},
                 )
             )
         elif line.socket.is_refused and not is_hub_like(self._endpoint):
@@ -252,7 +253,7 @@ class ControlThread:
         in_time = time.monotonic() - self._begun < self._options.connect_timeout_seconds
         if self._patient or (again and in_time and not line.joined):
             _LOG.info("%s is not let in at %s yet: %s", self._join.worker, self._endpoint, reason)
-            self._redial_at = time.monotonic() + _RETRY_SECONDS
+            self._why_not, self._redial_at = reason, time.monotonic() + _RETRY_SECONDS
             return
         who = self._join.worker
         what = "is out of the session" if line.joined else "was not let in"

@@ -14,13 +14,20 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from weightbridge.checkpoint import CheckpointSpec
+from weightbridge.coordinator import session_events as events
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.planning import Planned, plan_job
-from weightbridge.coordinator.wire import HubSocket, Notes
+from weightbridge.coordinator.session_events import guarded_observer
+from weightbridge.coordinator.wire import HubSocket
 from weightbridge.errors import TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
+from weightbridge.transports.refusals import Refusals
+from weightbridge.machine.status import MAX_UPDATES, UpdateStatus
+from weightbridge.machine.status_of import status_of
 
 __all__ = ["Hub"]
 
@@ -56,8 +63,13 @@ class Hub:
         self._workers: dict[bytes, str] = {}  # connection -> who it is
         self._connections: dict[str, bytes] = {}  # the inverse
         self._welcomes: dict[bytes, w.Message] = {}  # connection -> the answer to its Join
+        self._reported: tuple[w.Report, w.Report] | None = (
+            None  # the newest report, as the machine made it and as it is sent
+        )
         self._encoded: tuple[w.Message, bytes] | None = None  # the message sent last
-        self._notes = Notes(_LOG)
+        self._refusals = Refusals(_LOG)
+        self._ended: list[UpdateStatus] = []  # versions, the newest last
+        self._tell = None if options.on_event is None else guarded_observer(options.on_event)
         self._done: queue.SimpleQueue[s.SessionEvent] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_heartbeat = 0.0
@@ -84,6 +96,7 @@ class Hub:
                     beat = w.Heartbeat()
                     for connection in self._workers:
                         self._send(connection, beat)
+                    self._show()
             self._take_in()
         finally:
             self._socket.close()
@@ -97,7 +110,9 @@ class Hub:
             try:
                 message = w.decode(data)
             except TransportError as error:
-                self._notes.warn("refused a message of %s: %s", self._workers.get(connection, "a guest"), error.message)
+                self._refusals.warn(
+                    "refused a message of %s: %s", self._workers.get(connection, "a guest"), error.message
+                )
                 continue
             self._message(connection, message)
 
@@ -119,10 +134,45 @@ class Hub:
         if worker is not None:
             self._handle(s.Disconnected(worker))
 
+    def _show(self) -> None:
+        """Tell those who look on how the job is."""
+        if self._machine.onlookers:
+            status = status_of(self._machine, self._ended, time.monotonic())
+            for name in self._machine.onlookers:
+                self._send(self._connections[name], status)
+
+    def _note_ending(self, ending: w.Report | w.UpdateFailed) -> None:
+        if self._ended and self._ended[-1].version == ending.version:
+            return  # the other trainers are told the same
+        if isinstance(ending, w.UpdateFailed):
+            why = "; ".join(f"{name}: {cause}" for name, cause in ending.causes.items())
+            ended = UpdateStatus(version=ending.version, failed=why[:1000])
+        else:
+            ended = UpdateStatus(
+                version=ending.version, ewtt_seconds=max(0.0, ending.ewtt_seconds), agst_seconds=max(0.0, ending.agst_seconds),
+                ideal_seconds=ending.ideal_seconds, network_bytes=sum(r for _, r in ending.network_bytes.values()),
+                slowest_worker=ending.slowest_worker, attempts=ending.attempts,
+                superseded="superseded" in ending.engines.values(),
+            )  # fmt: skip
+        self._ended = [*self._ended[-MAX_UPDATES:], ended]
+
+    def _observe(self, phase: s.Phase) -> None:
+        if self._tell is not None and phase is not self._machine.phase:
+            self._tell(events.PhaseChanged(at=time.time(), worker=s.HUB_WORKER, phase=self._machine.phase.value))
+
     def _handle(self, event: s.SessionEvent) -> None:
+        phase = self._machine.phase
+        self._perform(event)
+        self._observe(phase)
+
+    def _perform(self, event: s.SessionEvent) -> None:
         for instruction in self._machine.handle(event, time.monotonic()):
             match instruction:
                 case s.Send(worker=worker, message=message):
+                    if isinstance(message, w.Report) and self.planned is not None:
+                        message = self._with_ideal(message)
+                    if isinstance(message, w.Report | w.UpdateFailed):
+                        self._note_ending(message)
                     if worker in self._connections:
                         self._send(self._connections[worker], message)
                 case s.Admit(connection=connection, worker=worker, message=welcome):
@@ -131,7 +181,7 @@ class Hub:
                     self._welcomes[connection] = welcome
                     self._send(connection, welcome)
                 case s.Refuse(connection=connection, message=rejected):
-                    self._notes.warn("did not let a worker in: %s", rejected.reason)
+                    self._refusals.warn("did not let a worker in: %s", rejected.reason)
                     self._send(connection, rejected)
                 case s.Forget(worker=worker):
                     self._forget(worker)
@@ -148,10 +198,20 @@ class Hub:
                 case s.MakePlan():
                     threading.Thread(target=self._plan, args=(instruction,), name="wb-planner", daemon=True).start()
 
+    def _with_ideal(self, report: w.Report) -> w.Report:
+        """The same object for all trainers, so that it is encoded once."""
+        if self._reported is None or self._reported[0] is not report:
+            ideal = self.planned.plan.bounds.t_min_seconds if self.planned is not None else 0.0
+            self._reported = (report, replace(report, ideal_seconds=max(0.0, ideal)))
+        return self._reported[1]
+
     def _plan(self, request: s.MakePlan) -> None:
         """On a thread of its own: heartbeats go on meanwhile."""
+        begin = time.monotonic()
         try:
             self.planned = plan_job(self._spec, request, self._options)
+            if self._tell is not None:
+                self._tell(_planned(request.epoch, time.monotonic() - begin, self.planned))
             self._done.put(s.PlanMade(request.epoch, self.planned.wire, self.planned.plan.digest))
         except WeightBridgeError as error:
             self._done.put(s.PlanRefused(request.epoch, type(error).__name__, error.message))
@@ -170,3 +230,12 @@ class Hub:
         if self._encoded is None or self._encoded[0] is not message:  # one plan for a thousand workers is encoded once
             self._encoded = (message, w.encode(message))
         self._socket.send(connection, self._encoded[1])
+
+
+def _planned(epoch: int, seconds: float, planned: Planned) -> events.Planned:
+    bounds = planned.plan.bounds
+    ratio = bounds.busiest_link_seconds / bounds.link_bound_seconds if bounds.link_bound_seconds > 0 else 1.0
+    return events.Planned(
+        at=time.time(), worker=s.HUB_WORKER, epoch=epoch, planning_seconds=seconds, pairs=planned.facts.num_pairs,
+        rounds=planned.plan.rounds, ratio_to_bound=ratio,
+    )  # fmt: skip

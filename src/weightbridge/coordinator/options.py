@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
+from weightbridge.coordinator.session_events import OnEvent
 from weightbridge.errors import UsageError
 from weightbridge.executor.observation import Observe
 from weightbridge.transports.selection import check_kinds
@@ -64,6 +65,9 @@ class Options:
     retries: further attempts at a version when a connection broke or bytes came in corrupted and nobody is lost.
     digests: bytes that arrive are checked against the sender's digest before they are used.
     codec: how segments travel; "identity" is dense.
+    on_event: told what happens to this worker and, on trainer rank 0, to the session: see coordinator.session_events.
+    Observers for
+        logs, JSON lines, Prometheus, traces and progress bars are in weightbridge.observability.
     observe: told of every step of this worker's data plane, with the time: for traces. See executor.Observe for its duties.
     """
 
@@ -93,6 +97,7 @@ class Options:
     retries: int = 1
     digests: bool = True
     codec: str = "identity"
+    on_event: OnEvent | None = None
     observe: Observe | None = None
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from weightbridge.checkpoint import CheckpointSpec
+from weightbridge.coordinator import session_events as events
 from weightbridge.coordinator.options import Group, Options, check_endpoint, rank_and_size
 from weightbridge.coordinator.seat import LoadWeights, OnProgress, Seat, Tensors, seconds_since_epoch
 from weightbridge.coordinator.step_agreement import StepAgreement
@@ -215,7 +216,9 @@ class ReceiverAdapter:
         seat.installed(version)
         seat.control.call(lambda: self._agreement.block(False))
         seat.control.call(lambda: self._agreement.done(request))
-        seat.post_resumed(version, stopped_at, seconds_since_epoch())
+        now = seconds_since_epoch()
+        seat.post_resumed(version, stopped_at, now)
+        seat.tell(events.Installed, version=version, stall_seconds=now - stopped_at)
         return True
 
     def _take_in(self, version: int) -> None:

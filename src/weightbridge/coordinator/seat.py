@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from weightbridge.checkpoint import CheckpointSpec
+from weightbridge.coordinator import session_events as events
 from weightbridge.coordinator.control import ControlThread
 from weightbridge.coordinator.failures import error_to_failure, failure_to_error, kind_of
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
+from weightbridge.coordinator.session_events import guarded_observer
 from weightbridge.errors import TransferTimeout, WeightBridgeError, WorkerError
 from weightbridge.executor import HostCopy, LiveMemory, NetworkBytes
 from weightbridge.kernels import Buffer, choose_kernels
@@ -70,6 +72,7 @@ class Seat:
         self._load_weights = load_weights
         self._tensors = tensors
         self._hear = hear
+        self._tell_observer = None if options.on_event is None else guarded_observer(options.on_event)
         self._on_ended = ended
         self._on_progress = on_progress
         self._source_map: SourceMap | None = None
@@ -103,6 +106,11 @@ class Seat:
             on_failure=self._lost_hub,
             on_tick=self._on_tick,
         )
+
+    def tell(self, event: type[events.SessionEvent], **fields: Any) -> None:
+        """Tell the observer, if there is one. From any thread."""
+        if self._tell_observer is not None:
+            self._tell_observer(event(at=seconds_since_epoch(), worker=self.name, **fields))
 
     def start(self) -> None:
         """Begin to join; from here on the callbacks may come."""
@@ -189,13 +197,18 @@ class Seat:
         learn = probe if folder is None else partial(probe_with_cache, folder=folder, worker=self.name)
         return learn(
             spec=self._spec, load_weights=self._load_weights, tensors=self._tensors, dtypes=self.machine.probe_with,
-            progress=self._on_progress, allow_loader_path=not self.is_trainer, agree=self._agree,
+            progress=self._probing, allow_loader_path=not self.is_trainer, agree=self._agree,
             options=ProbeOptions(
                 backup=self.options.backup_weights,
                 expected_untouched=self.options.expected_untouched,
                 loader_path_bytes=self.options.loader_path_bytes,
             ),
         )  # fmt: skip
+
+    def _probing(self, what: str, done: int, total: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(what, done, total)
+        self.tell(events.Probing, what=what, done=done, total=total)
 
     def _take_map(self, source_map: SourceMap) -> tuple[Buffer, ...]:
         """Keep the layout; the memory that versions go through: the live tensors, or a host copy of them."""
@@ -342,8 +355,35 @@ class Seat:
 
     def _on_message(self, message: w.Message) -> None:
         self._perform(lambda: self.machine.hear(message))
+        self._tell_of(message)
         if self._hear is not None:
             self._hear(message)
+
+    def _tell_of(self, message: w.Message) -> None:
+        match message:
+            case w.Welcome(session=session):
+                self.tell(events.Joined, session=session)
+            case w.Ready(attempt=attempt):
+                self.tell(
+                    events.Connected, epoch=self.progress.plan.epoch if self.progress.plan else 0, attempt=attempt
+                )
+            case w.Begin(version=version, attempt=attempt):
+                self.tell(events.UpdateStarted, version=version, attempt=attempt)
+            case w.Report():
+                self.tell(
+                    events.UpdateFinished, version=message.version, ewtt_seconds=message.ewtt_seconds,
+                    agst_seconds=message.agst_seconds, ideal_seconds=message.ideal_seconds,
+                    network_bytes=message.network_bytes, slowest_worker=message.slowest_worker, attempts=message.attempts,
+                    superseded="superseded" in message.engines.values(),
+                )  # fmt: skip
+            case w.UpdateFailed():
+                self.tell(
+                    events.UpdateFailed, version=message.version, causes=message.causes, poisoned=message.poisoned
+                )
+            case w.Closed():
+                self.tell(events.SessionEnded, causes={})
+            case w.Failure(kind=kind, causes=causes):
+                self.tell(events.SessionEnded, kind=kind, causes=causes)
 
     def _on_tick(self, now: float) -> None:
         suspicion = self._suspicion

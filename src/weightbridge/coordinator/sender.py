@@ -37,6 +37,7 @@ class UpdateReport:
     engines: Mapping[str, str]
     attempts: int = 1
     slowest_worker: str = ""
+    ideal_seconds: float = 0.0
 
 
 class UpdateHandle:
@@ -72,6 +73,7 @@ class UpdateHandle:
             engines=MappingProxyType(dict(ending.engines)),
             attempts=ending.attempts,
             slowest_worker=ending.slowest_worker,
+            ideal_seconds=ending.ideal_seconds,
         )
 
     @property

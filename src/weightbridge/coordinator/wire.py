@@ -28,8 +28,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from weightbridge.errors import ConnectError, TransportError
 from weightbridge.machine.messages import MAX_MESSAGE_BYTES
+from weightbridge.transports.refusals import Refusals
 
-__all__ = ["PART_BYTES", "Assembly", "HubSocket", "Notes", "WorkerSocket", "cut", "is_hub_like"]
+__all__ = ["PART_BYTES", "Assembly", "HubSocket", "WorkerSocket", "cut", "is_hub_like"]
 
 PART_BYTES = 1 << 16
 MAX_PARTS = -(-MAX_MESSAGE_BYTES // PART_BYTES)
@@ -46,7 +47,6 @@ _MANY_REFUSALS = 3
 _DOMAIN = b"weightbridge"
 _UNKNOWN = "an address unknown"
 _ZAP = "inproc://zeromq.zap.01"
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _LOG = logging.getLogger(__name__)
 
 
@@ -122,19 +122,6 @@ class Assembly:
         return b"".join(parts)
 
 
-class Notes:
-    """Warnings that others can cause as often as they like: the first hundred are logged, then ever fewer."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        self.count = 0
-
-    def warn(self, text: str, *values: object) -> None:
-        self.count += 1
-        if self.count <= 100 or self.count.bit_count() == 1:
-            self._log.warning(text + " (%d so far)", *values, self.count)
-
-
 # --- the hub's end ----------------------------------------------------------------------------------------------------
 
 
@@ -144,9 +131,8 @@ class HubSocket:
 
     def __init__(self, endpoint: str, token: bytes) -> None:
         """Binds. Raises ConnectError when the endpoint is taken or no address of this machine."""
-        # A context of its own: ending it waits until the port is really free, which closing a socket does not. And it has
-        # one I/O thread, which tells of a failed handshake and of the connection's end in one go: `_follow` relies on that.
-        self._context = zmq.Context(io_threads=1)
+        # A context of its own: ending it waits until the port is really free, which closing a socket does not.
+        self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._gate: zmq.Socket[bytes] = self._context.socket(zmq.REP)
         self._worker_key = z85.decode(_keys(token, b"worker")[0])
@@ -156,9 +142,9 @@ class HubSocket:
         self._assemblies: dict[bytes, Assembly] = {}
         self._fds: dict[bytes, int] = {}  # connection -> descriptor, from its first part until it has dropped
         self._addresses: dict[int, str] = {}  # of all that were accepted
-        self._failed = False  # the handshake of the connection that ends next in `_follow`
         self._dropped: list[tuple[bytes, int]] = []  # name and descriptor of connections that have ended
-        self._notes = Notes(_LOG)
+        self._unheard: dict[int, str] = {}  # the same of those that have no name: descriptor -> address
+        self._refusals = Refusals(_LOG)
         try:
             self._listen(endpoint, token)
         except zmq.ZMQError as error:
@@ -181,7 +167,8 @@ class HubSocket:
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in while nobody looks at keys
         sock.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that dials again need not wait for its old connection's end
         self._gate.bind(_ZAP)
-        self._monitor = sock.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILED)
+        # Not EVENT_HANDSHAKE_FAILED_PROTOCOL: while libzmq 4.3 tells of it, it forgets to end the connection (errno is lost).
+        self._monitor = sock.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         for each in (sock, self._gate, self._monitor):
             self._poller.register(each, zmq.POLLIN)
         sock.bind(endpoint)
@@ -208,12 +195,8 @@ class HubSocket:
                 yield name.bytes, message
         else:
             return  # more has come, perhaps of those who are gone: that first
-        dropped, self._dropped = self._dropped, []
-        for connection, fd in dropped:
-            if self._fds.get(connection) == fd:  # it has not come back meanwhile
-                del self._fds[connection]
-                self._assemblies.pop(connection, None)
-                yield connection, None
+        for connection in self._gone():
+            yield connection, None
 
     def send(self, connection: bytes, message: bytes) -> None:
         """Never blocks; goes nowhere when the connection is gone. One message to many is cut once and copied never."""
@@ -234,7 +217,7 @@ class HubSocket:
 
     def _take(self, name: bytes, rest: list[zmq.Frame]) -> bytes | None:
         if len(rest) != 2:
-            self._notes.warn("refused a frame from %s: it is no part of a message", rest[0].get("Peer-Address"))
+            self._refusals.warn("refused a frame from %s: it is no part of a message", rest[0].get("Peer-Address"))
             return None
         fd = int(rest[1].get(zmq.SRCFD))
         if self._fds.get(name) != fd:
@@ -244,8 +227,30 @@ class HubSocket:
         try:
             return assembly.add(rest[0].bytes, rest[1].bytes)
         except TransportError as error:
-            self._notes.warn("refused a part from %s: %s", rest[1].get("Peer-Address"), error.message)
+            self._refusals.warn("refused a part from %s: %s", rest[1].get("Peer-Address"), error.message)
             return None
+
+    def _gone(self) -> list[bytes]:
+        """Connections that have ended and not come back, now that their last words have been taken."""
+        for fd, address in self._unheard.items():
+            names = self._names(fd)
+            self._dropped += names
+            if not names:
+                self._refused(address)
+        gone = [name for name, fd in dict(self._dropped).items() if self._fds.get(name) == fd]
+        for name in gone:
+            del self._fds[name]
+            self._assemblies.pop(name, None)
+        self._dropped, self._unheard = [], {}
+        return gone
+
+    def _refused(self, address: str) -> None:
+        self._refusals.warn(
+            "refused a stranger from %s: the connection ended before it had proved the session's token", address
+        )
+
+    def _names(self, fd: int) -> list[tuple[bytes, int]]:
+        return [item for item in self._fds.items() if item[1] == fd]
 
     def _look_at_keys(self) -> None:
         """Answer libzmq, which asks about everyone who knows the hub's key whether he has the workers' key too (ZAP)."""
@@ -263,13 +268,13 @@ class HubSocket:
             if event == zmq.EVENT_ACCEPTED:
                 over = (zmq.EVENT_DISCONNECTED, value) in events  # the descriptor may be another connection's by now
                 self._addresses[value] = _UNKNOWN if over else _peer_of(value)
-            elif event & _FAILED:
-                self._failed = True
+                if value in self._unheard:
+                    self._refused(self._unheard.pop(value))
             elif event == zmq.EVENT_DISCONNECTED:
-                address, failed, self._failed = self._addresses.pop(value, _UNKNOWN), self._failed, False
-                self._dropped += [(name, fd) for name, fd in self._fds.items() if fd == value]
-                if failed:
-                    self._notes.warn("refused a stranger from %s: it has not the session's token", address)
+                address, names = self._addresses.pop(value, _UNKNOWN), self._names(value)
+                self._dropped += names
+                if not names:  # perhaps its first words have yet to be taken
+                    self._unheard[value] = address
 
 
 def _peer_of(fd: int) -> str:
@@ -294,10 +299,11 @@ class WorkerSocket:
         self.is_connected = False
         self.num_connections = 0
         self._num_refusals = 0  # connections in a row that ended inside the handshake
+        self._has_failed = False  # the handshake of the connection whose end is told next
         self._has_given_up = False
         self._numbers = itertools.count()
         self._assembly = Assembly()
-        self._notes = Notes(_LOG)
+        self._refusals = Refusals(_LOG)
         self._endpoint = endpoint
         sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket = sock
@@ -312,8 +318,12 @@ class WorkerSocket:
             public, secret = _keys(token, b"worker")
             sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
             sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
-            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _FAILED
-            self._monitor = sock.get_monitor_socket(events)
+            self._monitor = sock.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED
+                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                | zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_CLOSED
+            )
             sock.connect(endpoint)
         except zmq.ZMQError as error:
             sock.close(0)
@@ -342,7 +352,7 @@ class WorkerSocket:
             try:
                 message = self._assembly.add(*frames) if len(frames) == 2 else None
             except TransportError as error:
-                self._notes.warn("ignores a part from %s: %s", self._endpoint, error.message)
+                self._refusals.warn("ignores a part from %s: %s", self._endpoint, error.message)
                 continue
             if message is not None:
                 yield message
@@ -366,11 +376,13 @@ class WorkerSocket:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_connected, self._num_refusals = True, 0
                 self.num_connections += 1
-            elif event & _FAILED:
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._num_refusals += 1
-                self._has_given_up |= event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # then libzmq does not dial again
+                self._has_failed = True
             elif event == zmq.EVENT_DISCONNECTED:
-                self.is_connected = False
+                # libzmq does not dial again whoever does not speak its protocol, or not CURVE.
+                self._has_given_up |= not self.is_connected and not self._has_failed
+                self.is_connected = self._has_failed = False
             elif event == zmq.EVENT_CLOSED:  # nobody listens there
                 self._num_refusals = 0
 

@@ -18,16 +18,24 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightbridge.errors import InternalError, TransferTimeout, TransportError, UsageError, WorkerError
+from weightbridge.errors import (
+    CorruptionError,
+    InternalError,
+    TransferTimeout,
+    TransportError,
+    UsageError,
+    WorkerError,
+)
 from weightbridge.executor.codecs import codec_named
 from weightbridge.executor.lane import KernelLane, LaneDone, LaneFailed
 from weightbridge.executor.observation import KernelRan, Observation, Observe, Prepared
 from weightbridge.kernels.base import Buffer, Kernels
+from weightbridge.kernels.digests import Digest, fastest_digest
 from weightbridge.machine import events as m
 from weightbridge.machine.transfer import TransferMachine
 from weightbridge.plan.plan import STAGES
 from weightbridge.plan.topology import Worker
-from weightbridge.program.program import Post, SlotSpec, WorkerProgram
+from weightbridge.program.program import Await, Post, SlotSpec, WorkerProgram
 from weightbridge.transports import base as t
 from weightbridge.transports.memory import SharedMemory
 from weightbridge.transports.selection import Choice, choose_transport, open_transports
@@ -85,11 +93,13 @@ class Executor:
         deadline_seconds: float = 30.0,
         transports: Sequence[str] = ("tcp",),
         trusted_network: bool = False,
+        digests: bool = True,
         observe: Observe | None = None,
     ) -> None:
         """workers: of the plan's topology, in its order. host: address the network transports listen on.
 
         transports: kinds to use between nodes, the preferred one first. trusted_network: see OneSidedTransport.
+        digests: tag what is sent with a digest and check what arrives against it; the same on all workers.
         observe: told of everything that happens; see Observe.
         """
         self._workers = workers
@@ -118,6 +128,12 @@ class Executor:
         self._choices: dict[str, Choice] = {}
         self._peer_slots: dict[int, tuple[SlotSpec, ...]] = {}
         self._dense_writes: list[list[npt.NDArray[np.int64]]] = []  # by round and post
+        self._digest: Digest | None = fastest_digest() if digests else None
+        self._awaits = {(k, a.stage, a.peer): a for k, r in enumerate(program.rounds) for a in r.awaits}
+        self._due = {
+            key: _merged(self._lying(key[0], a, a.segments["capacity_bytes"])) for key, a in self._awaits.items()
+        }
+        self._passed_on = _passed_on(program)
         self._bound_to: tuple[Buffer, ...] | None = None
         self._packs: list[Any] = []
         self._assembles: list[Any] = []
@@ -188,7 +204,8 @@ class Executor:
         """Carry one version through. Blocks until this worker has done its part.
 
         released: called once, when a trainer's weights are free to change. Raises WorkerError naming a lost peer,
-        TransferTimeout naming who is waited for, Aborted when the coordinator ended it.
+        CorruptionError naming who sent bytes that changed on their way (none of them has been used), TransferTimeout
+        naming who is waited for, Aborted when the coordinator ended it.
         """
         transfer = _Transfer(self, session=session, epoch=epoch, version=version, attempt=attempt, released=released,
                              assemble_allowed=assemble_allowed)  # fmt: skip
@@ -303,6 +320,15 @@ class Executor:
             np.int64
         )
 
+    def _lying(self, round_: int, a: Await, nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[N, 2] (offset in the own arena, bytes) of what a peer wrote, by this worker's own program."""
+        here = a.segments["remote_offset"] + self._program.slot(a.stage).offset(round_)
+        return np.stack([here, nbytes], axis=1).astype(np.int64)
+
+    def _digest_of(self, rows: npt.NDArray[np.int64]) -> int:
+        """rows: [N, 2] (offset in the own arena, bytes). 0 without digests."""
+        return 0 if self._digest is None else self._digest(self._memory.memory.buffer.address, rows)
+
     def _timeout(self, machine: TransferMachine, seconds: float) -> TransferTimeout:
         waiting = [(self._workers[peer].name, what) for peer, what in machine.waiting_for()]
         who = "; ".join(f"{what} from {name}" for name, what in waiting) or "its own kernels or the engines' agreement"
@@ -332,15 +358,34 @@ def _only_used(
     return table, [live[i] for i in numbers.tolist()]
 
 
-def _merged(writes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The same bytes in fewer rows: rows that continue the one before at both ends are joined to it."""
-    if not len(writes):
-        return writes
-    follows = (writes[1:, :2] == writes[:-1, :2] + writes[:-1, 2:]).all(axis=1)
+def _merged(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The same bytes in fewer rows of (offset at each end..., bytes): what continues the row before everywhere joins it."""
+    if not len(rows):
+        return rows
+    follows = (rows[1:, :-1] == rows[:-1, :-1] + rows[:-1, -1:]).all(axis=1)
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    merged: npt.NDArray[np.int64] = writes[first].copy()
-    merged[:, 2] = np.add.reduceat(writes[:, 2], first)
+    merged: npt.NDArray[np.int64] = rows[first].copy()
+    merged[:, -1] = np.add.reduceat(rows[:, -1], first)
     return merged
+
+
+_Key = tuple[int, str, int]
+"""Round, stage of the slot that bytes came into, peer that wrote them."""
+
+
+def _passed_on(program: WorkerProgram) -> dict[tuple[int, int], _Key]:
+    """(round, index of the post) of each forward of just what one peer wrote, and where that came in."""
+    found: dict[tuple[int, int], _Key] = {}
+    pairs = (("remote_offset", "local_offset"), ("capacity_bytes", "capacity_bytes"), ("route", "route"))
+    for k, round_ in enumerate(program.rounds):
+        awaits = {(a.stage, a.peer): a.segments for a in round_.awaits}
+        for i, post in enumerate(round_.posts):
+            came = awaits.get(post.after[0]) if len(post.after) == 1 else None
+            if came is None or post.after[0][0] != post.source or len(came) != len(post.segments):
+                continue
+            if all((came[there] == post.segments[here]).all() for there, here in pairs):
+                found[k, i] = (k, *post.after[0])
+    return found
 
 
 class _Transfer:
@@ -358,7 +403,8 @@ class _Transfer:
             assemble_allowed=assemble_allowed,
         )  # fmt: skip
         self._tickets: dict[tuple[str, int], m.WriteDone] = {}
-        self._lengths: dict[tuple[int, str, int], dict[int, int]] = {}  # (round, slot, peer) -> route -> actual bytes
+        self._lengths: dict[_Key, dict[int, int]] = {}  # (round, slot, peer) -> route -> actual bytes
+        self._checked: dict[_Key, int] = {}  # digests of what has arrived whole
 
     def tell(self, event: m.Event) -> None:
         self._x.tell_observer(event)
@@ -397,8 +443,10 @@ class _Transfer:
 
     def arrived(self, arrived: t.Arrived, tag: m.Tag) -> None:
         peer = self._x._index[arrived.peer]
-        if arrived.payload and tag.kind is m.Kind.DATA:
-            self._note_lengths(peer, tag, arrived.payload)
+        if tag.kind is m.Kind.DATA:
+            if arrived.payload:
+                self._note_lengths(peer, tag, arrived.payload)
+            self._check(peer, tag)
         self.tell(m.Arrived(peer, tag))
 
     def lane_done(self, event: Any) -> None:
@@ -461,7 +509,10 @@ class _Transfer:
             known = self._known_lengths(k, post)
             lengths = np.array([known[int(route)] for route in post.segments["route"]], dtype=np.int64)
             writes, payload = x._writes(k, post, lengths), lengths.astype("<i8").tobytes()
-        tag = m.Tag(**self._ids, round=k, kind=m.Kind.DATA, stage=STAGES.index(post.stage))
+        came_as = x._passed_on.get((k, index))
+        # A digest that came with the bytes is the better one: it also finds what changes in this worker's memory.
+        digest = x._digest_of(writes[:, ::2]) if came_as is None else self._checked.get(came_as, 0)
+        tag = m.Tag(**self._ids, round=k, kind=m.Kind.DATA, stage=STAGES.index(post.stage), digest=digest)
         ticket = self._transport_post(post.peer, writes, tag, payload)
         self._tickets[x._workers[post.peer].name, ticket] = m.WriteDone(k, post.stage, post.peer)
 
@@ -486,14 +537,45 @@ class _Transfer:
             raise TransportError(
                 f"{name} tagged round {tag.round}, stage {tag.stage}: the plan has no such round or stage"
             )
-        for a in x._program.rounds[tag.round].awaits:
-            if a.peer == peer and a.stage == STAGES[tag.stage]:
-                lengths = np.frombuffer(payload, dtype="<i8") if len(payload) % 8 == 0 else np.zeros(0, "<i8")
-                capacity = a.segments["capacity_bytes"]
-                if len(lengths) != len(capacity) or (lengths < 0).any() or (lengths > capacity).any():
-                    raise TransportError(
-                        f"{name} sent lengths {lengths.tolist()} for segments of {capacity.tolist()} bytes; "
-                        "both sides must use the same codec"
-                    )
-                routes = a.segments["route"].tolist()
-                self._lengths[tag.round, a.stage, peer] = dict(zip(routes, lengths.tolist(), strict=True))
+        key = (tag.round, STAGES[tag.stage], peer)
+        if key not in x._awaits:
+            return  # the machine refuses it
+        segments = x._awaits[key].segments
+        lengths = np.frombuffer(payload, dtype="<i8") if len(payload) % 8 == 0 else np.zeros(0, "<i8")
+        capacity = segments["capacity_bytes"]
+        if len(lengths) != len(capacity) or (lengths < 0).any() or (lengths > capacity).any():
+            raise TransportError(
+                f"{name} sent lengths {lengths.tolist()} for segments of {capacity.tolist()} bytes; "
+                "both sides must use the same codec"
+            )
+        self._lengths[key] = dict(zip(segments["route"].tolist(), lengths.tolist(), strict=True))
+
+    def _check(self, peer: int, tag: m.Tag) -> None:
+        """Compare what lies in the own slots with what was sent, before the machine hears of it and anything is made of it.
+
+        What the machine drops or refuses is left to it.
+        """
+        x = self._x
+        key = (tag.round, STAGES[tag.stage], peer) if tag.stage < len(STAGES) else None
+        foreign = (tag.session, tag.epoch) != (self._ids["session"], self._ids["epoch"])
+        if x._digest is None or foreign or key is None or key not in x._awaits or key in self._checked:
+            return
+        rows = x._due[key]
+        if x._codec is not None:
+            a, known = x._awaits[key], self._lengths.get(key, {})
+            rows = x._lying(tag.round, a, np.array([known.get(r, 0) for r in a.segments["route"].tolist()]))
+        found = x._digest_of(rows)
+        if found != tag.digest:
+            raise self._corrupted(x._workers[peer].name, tag, found, int(rows[:, 1].sum()))
+        self._checked[key] = found
+
+    def _corrupted(self, sender: str, tag: m.Tag, found: int, nbytes: int) -> CorruptionError:
+        me, version, stage = self._x._me.name, self._ids["version"], STAGES[tag.stage]
+        cause = (
+            f"{nbytes} bytes of round {tag.round} ({stage}) have digest {found:016x} at {me}, {tag.digest:016x} was sent, and "
+            "none was used; if it happens again, look for bad memory, network cards or switches on the way"
+        )
+        return CorruptionError(
+            f"{me} received corrupted bytes from {sender} in version {version}: {cause}", causes={sender: cause},
+            version=version, round=tag.round, stage=stage, sent_digest=tag.digest, found_digest=found,
+        )  # fmt: skip

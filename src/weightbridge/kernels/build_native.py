@@ -5,7 +5,8 @@ from pathlib import Path
 from cffi import FFI
 
 _FOLDER = Path(__file__).parent
-_PARTS = ("moves", "transposes", "casts", "native", "differences", "fair_sharing", "digests")  # later ones use earlier ones
+# Later ones use earlier ones.
+_PARTS = ("moves", "transposes", "casts", "native", "differences", "fair_sharing", "digests")
 _HEADER = (_FOLDER / "native.h").read_text()
 
 ffibuilder = FFI()

@@ -1,4 +1,4 @@
-/* Interface of native.c, differences.c, fair_sharing.c and digests.c. The text between the markers is also what cffi is told. */
+/* Interface of native.c, differences.c, fair_sharing.c and digests.c. Between the markers: what cffi is told, too. */
 #include <stdint.h>
 /* BEGIN CDEF */
 typedef struct {

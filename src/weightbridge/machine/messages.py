@@ -364,6 +364,7 @@ class Report(Message, frozen=True):
     engines: dict[Name, Name]
     attempts: Count = 1
     slowest_worker: Name = ""
+    ideal_seconds: float = 0.0
 
 
 _ALL = (

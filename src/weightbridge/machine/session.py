@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
 from weightbridge.machine.roster import TRAINERS, Epoch, Roster, Side, SideState
-from weightbridge.machine.session_aloud import aloud, answered, waiting_for_layouts, waiting_for_update, who_is_silent
+from weightbridge.machine.session_aloud import aloud, answered, awaited, who_is_silent
 from weightbridge.machine.session_words import (
     Admit,
     Disconnected,
@@ -55,6 +55,9 @@ LEADER_TICK_SECONDS = 0.2
 HUB_WORKER = "trainer/0"
 """The worker whose process the hub lives in."""
 
+ONLOOKER = "observer"
+"""The role in the Join of one who only looks on."""
+
 HEARD_SECONDS = 1.0
 """How long the hub waits for others to confirm a failure (the dead never will) before it tells its own worker."""
 
@@ -76,8 +79,9 @@ class SessionMachine:
         self.update: Update | None = None
         self._timeouts = timeouts
         self._policy = policy or SessionPolicy()
-        self._since = now
+        self.since = now
         self._last_seen: dict[str, float] = {}
+        self.onlookers: dict[str, float] = {}  # who looks on (`weightbridge top`), and when it was heard last
         self._doubted: dict[str, float] = {}  # worker -> since when its connection is closed
         self._requests = 0
         self._epochs = 0
@@ -108,7 +112,7 @@ class SessionMachine:
                 self._join(connection, join, now)
             case Received(worker=worker, message=message):
                 self._received(worker, message, now)
-            case Disconnected(worker=worker):
+            case Disconnected(worker=worker) if worker in self.roster.side_of:
                 self._doubted.setdefault(worker, now)
             case PlanMade():
                 self._plan_made(event)
@@ -127,6 +131,10 @@ class SessionMachine:
     # --- joining and probing ----------------------------------------------------------------------------------------------
 
     def _join(self, connection: bytes, join: w.Join, now: float) -> None:
+        if join.role == ONLOOKER and not self._over:
+            self.onlookers[join.worker] = now
+            self._out.append(Admit(connection, join.worker, w.Welcome(session=self.session)))
+            return
         if self._over:
             reason = f"the session is {self.phase.value}"
         elif join.engine == TRAINERS and self.roster.trainers.complete:
@@ -372,7 +380,7 @@ class SessionMachine:
         side, update = self.roster.side_of[worker], self.update
         side.held[worker] = message.version
         if side.is_engine and len(side.held) == side.size and set(side.held.values()) == {message.version}:
-            side.version, side.poisoned = message.version, False
+            side.version, side.poisoned, side.since = message.version, False, now
             self._out.append(EngineNote(side.name, "ready", side.version))
         if update is not None and message.version == update.version:
             update.resumed[worker] = message
@@ -596,6 +604,7 @@ class SessionMachine:
             return
         side = self.roster.side_of.get(worker)
         if side is None:
+            self._onlooker_said(worker, message, now)
             return
         self._last_seen[worker] = now
         self._doubted.pop(worker, None)
@@ -627,6 +636,17 @@ class SessionMachine:
                     self._lead(side, answer, now)
                 if isinstance(message, w.Promise):
                     self._lead(side, a.Tick(), now)  # an idle engine need not wait for the timer
+
+    def _onlooker_said(self, worker: str, message: w.Message, now: float) -> None:
+        """It is no member: never waited for, and nothing it says changes anything."""
+        if worker in self.onlookers:
+            self.onlookers[worker] = now
+            if isinstance(message, w.Goodbye):
+                self._forget_onlooker(worker)
+
+    def _forget_onlooker(self, worker: str) -> None:
+        del self.onlookers[worker]
+        self._out.append(Forget(worker))
 
     def _left(self, worker: str, side: Side, now: float) -> None:
         if side.is_engine:
@@ -674,6 +694,8 @@ class SessionMachine:
             self._lose(silent, "WorkerError", now)
         if self._over:
             return
+        for name in [n for n, at in self.onlookers.items() if now - at > self._timeouts.heartbeat]:
+            self._forget_onlooker(name)
         if now >= self._next_leader_tick:
             self._next_leader_tick = now + LEADER_TICK_SECONDS
             for side in self.roster.engines:
@@ -698,7 +720,7 @@ class SessionMachine:
                 self._lose(dict.fromkeys(late, f"{what} (waited {now - side.since:.0f} s)"), "TransferTimeout", now)
 
     def _late_phase(self, now: float) -> None:
-        waited, limit = now - self._since, self._timeouts.connect
+        waited, limit = now - self.since, self._timeouts.connect
         match self.phase:
             case Phase.UPDATING:
                 limit = self._timeouts.update
@@ -710,7 +732,7 @@ class SessionMachine:
                 limit = 2 * self._timeouts.heartbeat
         if waited <= limit:
             return
-        late = {who: f"{what} (waited {waited:.0f} s)" for who, what in self._waiting_for()}
+        late = {who: f"{what} (waited {waited:.0f} s)" for who, what in self.waiting_for()}
         self._too_late(late, now)
 
     def _too_late(self, late: dict[str, str], now: float) -> None:
@@ -736,34 +758,16 @@ class SessionMachine:
         else:
             self._fail(late, "TransferTimeout")
 
-    def _waiting_for(self) -> list[tuple[str, str]]:
-        """(worker, what is awaited from it), for the message of a deadline."""
-        match self.phase:
-            case Phase.GATHERING if self._been_ready:
-                return [
-                    (n, "did not call send_weights") for n in self.roster.trainers.workers if n not in self._send_ready
-                ]
-            case Phase.GATHERING:
-                return [
-                    (n, "did not join the session; start it with the sender's endpoint") for n in self.roster.missing()
-                ]
-            case Phase.PROBING:
-                return waiting_for_layouts([side for side in self.roster.required() if side is not None])
-            case Phase.LOWERING:
-                return [(n, "did not lower its program") for n in self._in_force().order if n not in self._endpoints]
-            case Phase.CONNECTING:
-                return [(n, "did not connect to its peers") for n in self._in_force().order if n not in self._connected]
-            case Phase.READY:
-                busy = [s for s in self.roster.engines if s.leader is not None and not s.leader.at_rest]
-                quiet = [n for n in self.roster.trainers.workers if n not in self._send_ready]
-                late = [(n, "did not call send_weights") for n in quiet if self.update is None]
-                return late or [(n, "did not end its last install") for s in busy for n in s.workers]
-            case Phase.ABORTING:
-                return [(n, "did not end the attempt") for n in sorted(self._awaited)]
-            case Phase.UPDATING if self.update is not None:
-                return waiting_for_update(self.update)
-            case _:
-                return [("planner", "did not finish")]
+    def waiting_for(self) -> list[tuple[str, str]]:
+        """(worker, what is awaited from it) now."""
+        order, trainers = self._in_force().order, self.roster.trainers.workers
+        missing = {
+            Phase.LOWERING: [n for n in order if n not in self._endpoints],
+            Phase.CONNECTING: [n for n in order if n not in self._connected],
+            Phase.READY: [n for n in trainers if n not in self._send_ready],
+            Phase.ABORTING: sorted(self._awaited),
+        }
+        return awaited(self.phase, self.roster, self.update, missing, been_ready=self._been_ready)
 
     def _fail(self, causes: dict[str, str], kind: str) -> None:
         """Terminal. Tells every worker that may still listen, once.
@@ -795,7 +799,7 @@ class SessionMachine:
     # --- small things -----------------------------------------------------------------------------------------------------
 
     def _enter(self, phase: Phase, now: float) -> None:
-        self.phase, self._since = phase, now
+        self.phase, self.since = phase, now
 
     def _in_force(self) -> Epoch:
         return self.epoch if self.epoch is not None else Epoch.of(0, ())

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
-from weightbridge.machine.roster import Side, SideState
-from weightbridge.machine.session_words import Send, SessionTimeouts
+from weightbridge.machine.roster import Roster, Side, SideState
+from weightbridge.machine.session_words import Phase, Send, SessionTimeouts
 from weightbridge.machine.update import Update
 
-__all__ = ["aloud", "answered", "waiting_for_layouts", "waiting_for_update", "who_is_silent"]
+__all__ = ["aloud", "answered", "awaited", "who_is_silent"]
 
 
 def aloud(side: Side, instruction: a.LeaderInstruction) -> Send | None:
@@ -68,7 +68,33 @@ def who_is_silent(
     return dict(sorted(out.items()))
 
 
-def waiting_for_layouts(sides: Iterable[Side]) -> list[tuple[str, str]]:
+def awaited(
+    phase: Phase, roster: Roster, update: Update | None, missing: Mapping[Phase, list[str]], *, been_ready: bool
+) -> list[tuple[str, str]]:
+    """(worker, what is awaited from it) in a phase, for the message of a deadline. missing: phase -> who has not spoken
+    in it."""
+    match phase:
+        case Phase.GATHERING if not been_ready:
+            return [(n, "did not join the session; start it with the sender's endpoint") for n in roster.missing()]
+        case Phase.PROBING:
+            return _waiting_for_layouts([side for side in roster.required() if side is not None])
+        case Phase.LOWERING:
+            return [(n, "did not lower its program") for n in missing[phase]]
+        case Phase.CONNECTING:
+            return [(n, "did not connect to its peers") for n in missing[phase]]
+        case Phase.READY | Phase.GATHERING:
+            late = [(n, "did not call send_weights") for n in missing[Phase.READY] if update is None]
+            busy = [side for side in roster.engines if side.leader is not None and not side.leader.at_rest]
+            return late or [(n, "did not end its last install") for side in busy for n in side.workers]
+        case Phase.ABORTING:
+            return [(n, "did not end the attempt") for n in missing[phase]]
+        case Phase.UPDATING if update is not None:
+            return _waiting_for_update(update)
+        case _:
+            return [("planner", "did not finish")]
+
+
+def _waiting_for_layouts(sides: Iterable[Side]) -> list[tuple[str, str]]:
     """(worker, what is awaited from it) while sides are probed."""
     sides = list(sides)
     quiet = [
@@ -82,7 +108,7 @@ def waiting_for_layouts(sides: Iterable[Side]) -> list[tuple[str, str]]:
     return quiet or late or [("hub", "is still probing")]
 
 
-def waiting_for_update(update: Update) -> list[tuple[str, str]]:
+def _waiting_for_update(update: Update) -> list[tuple[str, str]]:
     """(worker, what is awaited from it) while a version is in flight: first who has to stop, then who moves, then who
     resumes."""
     stopping = []

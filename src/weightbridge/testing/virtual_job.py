@@ -1,12 +1,13 @@
 """A whole job in virtual time: the real machines of the hub, of every worker and of every engine's agreement, with modelled
 messages, bytes and user code, and one fault. A seed makes a schedule; the same seed makes it again.
 
-What is real: `SessionMachine`, `WorkerMachine`, `AgreementLeader`, `AgreementMember`. What is modelled: the network (in order on
-each connection, any delay), the data plane (pieces that travel from trainers to engines and on to other engines; a piece is the
-version it holds), the polling loop with its gate, and the trainers' loop, which ruins its weights as soon as it may.
+What is real: `SessionMachine`, `WorkerMachine`, `AgreementLeader`, `AgreementMember`. What is modelled: the network (in
+order on each connection, any delay), the data plane (pieces that travel from trainers to engines and on to other
+engines; a piece is the version it holds), the polling loop with its gate, and the trainers' loop, which ruins its
+weights as soon as it may.
 
-`VirtualJob.run` raises `Wrong` when an engine serves weights of two versions, when workers of an engine serve different versions at
-the same step, or when somebody still waits at the end.
+`VirtualJob.run` raises `Wrong` when an engine serves weights of two versions, when workers of an engine serve different
+versions at the same step, or when somebody still waits at the end.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class Fault:
 class Outcome:
     """What the job came to. Times in virtual seconds.
 
-    reports: version -> the trainers' report. given_up: version -> the failure the trainers were told. failures: worker -> the failure
-    that ended the session for it. told: worker -> culprits that it can name. versions: worker -> what it serves at the end.
-    poisoned: workers that refuse to serve. seconds: when the last trainer was through.
+    reports: version -> the trainers' report. given_up: version -> the failure the trainers were told. failures: worker
+    -> the failure that ended the session for it. told: worker -> culprits that it can name. versions: worker -> what it
+    serves at the end. poisoned: workers that refuse to serve. seconds: when the last trainer was through.
     """
 
     reports: dict[int, w.Report] = field(default_factory=dict)
@@ -384,7 +385,13 @@ class VirtualJob:
         sides = {"trainer": 2, "a": 2, "b": 1}
         self.workers = {f"{x}/{r}": _Worker(self, f"{x}/{r}", r, n) for x, n in sides.items() for r in range(n)}
         self.hub = s.SessionMachine(
-            session=1, spec_digest="spec", num_trainers=2, engines=("a", "b"), timeouts=_TIMEOUTS, now=0.0, policy=policy
+            session=1,
+            spec_digest="spec",
+            num_trainers=2,
+            engines=("a", "b"),
+            timeouts=_TIMEOUTS,
+            now=0.0,
+            policy=policy,
         )
         self.host = self.workers[s.HUB_WORKER]
 
@@ -469,7 +476,9 @@ class VirtualJob:
         if self.cut(worker, self.host) and worker is not self.host:
             return
         times = 1
-        struck = self.fault is not None and self.fault.kind == "duplicated messages" and self.fault.victim == worker.name
+        struck = (
+            self.fault is not None and self.fault.kind == "duplicated messages" and self.fault.victim == worker.name
+        )
         if struck and not isinstance(message, w.Join | w.SideSay) and self.random.random() < 0.5:
             times, self.outcome.struck = 2, True
         for _ in range(times):
@@ -518,10 +527,8 @@ class VirtualJob:
         if self.now < worker.resumes_at:
             worker.soon(lambda: self._send(worker, to, version, attempt, piece, phase))
             return
-        if worker.engine:
-            value = worker.got[piece]
-        else:
-            value = worker.copy if worker.staged else worker.weights
+        own = worker.copy if worker.staged else worker.weights
+        value = worker.got[piece] if worker.engine else own
         corrupted = self.strikes(phase, worker, "corrupted byte")
         if self.strikes(phase, worker, "full memory"):
             worker.fail_attempt(attempt, "WorkerError", "out of memory", "")
@@ -530,7 +537,9 @@ class VirtualJob:
             worker.soon(lambda: worker.fail_attempt(attempt, "WorkerError", "connection reset", to.name))
             return
         if self.severed(worker, to):
-            worker.later(_DEADLINE, lambda: worker.fail_attempt(attempt, "TransferTimeout", "no acknowledgement", to.name))
+            worker.later(
+                _DEADLINE, lambda: worker.fail_attempt(attempt, "TransferTimeout", "no acknowledgement", to.name)
+            )
             return
 
         def arrive() -> None:
@@ -601,7 +610,11 @@ class VirtualJob:
     def strikes(self, phase: str, worker: _Worker, kind: str) -> bool:
         """Whether the fault, of a kind that strikes once and in passing, strikes here and now."""
         fault = self.fault
-        if fault is None or self.outcome.struck or (fault.kind, fault.victim, fault.phase) != (kind, worker.name, phase):
+        if (
+            fault is None
+            or self.outcome.struck
+            or (fault.kind, fault.victim, fault.phase) != (kind, worker.name, phase)
+        ):
             return False
         if kind in ("full memory", "corrupted byte") and phase != "connect" and worker.machine.begun[0] != 2:
             return False

@@ -15,13 +15,12 @@ does not encrypt what follows.
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import socket
 import struct
 import time
 
-from weightbridge.errors import ConnectError, UsageError, WeightBridgeError
+from weightbridge.errors import ConnectError, UsageError
 from weightbridge.transports.base import Identity
 
 __all__ = ["MAX_NAME_BYTES", "accept_handshake", "check_identity", "dial_handshake", "receive_exactly"]
@@ -31,7 +30,6 @@ _NONCE_BYTES = 32
 _MESSAGE = struct.Struct(f"<8sB7x{MAX_NAME_BYTES}s{MAX_NAME_BYTES}s{MAX_NAME_BYTES}s{_NONCE_BYTES}s")
 _MAGIC = b"WBRIDGE1"
 _HELLO, _PROOF, _REFUSED = 1, 2, 3
-_LOG = logging.getLogger(__name__)
 
 
 def check_identity(identity: Identity) -> None:
@@ -64,16 +62,8 @@ def dial_handshake(sock: socket.socket, identity: Identity, peer: str, deadline:
 def accept_handshake(sock: socket.socket, identity: Identity, deadline: float) -> str:
     """Run the acceptor's part and return the dialler's name.
 
-    Raises ConnectError, or UsageError for a name that is none; the dialler is told the reason, and it is logged.
+    Raises ConnectError, or UsageError for a name that is none; the dialler is told the reason, and the caller logs it.
     """
-    try:
-        return _accept(sock, identity, deadline)
-    except WeightBridgeError as error:
-        _LOG.warning("worker %s let nobody in from %s: %s", identity.worker, _origin(sock), error.message)
-        raise
-
-
-def _accept(sock: socket.socket, identity: Identity, deadline: float) -> str:
     theirs = _receive(sock, "a dialler", deadline)
     session, name, target = _read_hello(theirs, "a dialler")
     who = repr(name)
@@ -100,14 +90,6 @@ def receive_exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
             return b""
         data += part
     return data
-
-
-def _origin(sock: socket.socket) -> str:
-    """Where a connection comes from, for the log."""
-    try:
-        return str(sock.getpeername() or "this machine")
-    except OSError:
-        return "a closed connection"
 
 
 def _name(what: str, text: str) -> bytes:

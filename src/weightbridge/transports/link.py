@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightbridge.errors import UsageError
+from weightbridge.errors import TransferTimeout, UsageError
 from weightbridge.kernels.base import Buffer
 from weightbridge.transports.base import Arrived, PeerLost, TransportEvent, WriteDone
 from weightbridge.transports.wire import (
@@ -39,6 +39,7 @@ __all__ = ["Closed", "Link", "Post", "Stalled", "view_of"]
 
 MAX_PENDING_POSTS = 65_536
 _MAX_REASON_BYTES = 1024
+_FENCE_SECONDS = 5.0
 _KERNEL_GAVE_UP = (
     "no progress for the deadline, so the kernel gave the connection up: it is stopped or the network is cut"
 )
@@ -147,7 +148,11 @@ class Link(ABC):
             self._changed.notify_all()
 
     def fence(self) -> None:
-        """Silence the link and end its threads; on return nothing of the peer can land here and no event will follow."""
+        """Silence the link and end its threads; on return nothing of the peer can land here and no event will follow.
+
+        Raises TransferTimeout when a thread does not end within the deadline, or five seconds if that is shorter: whoever
+        called must then keep the memory from other use. It does not happen but to a machine that hardly runs.
+        """
         self._silence()
         with self._changed:
             self._ending = self._stopping = True
@@ -155,10 +160,18 @@ class Link(ABC):
             self._urgent.clear()
             self._changed.notify_all()
         self._shutdown(socket.SHUT_RDWR)
-        # No time-out: the shutdown ends whatever they block on, and to return before they have ended would break the promise.
+        # The shutdown ends whatever they block on, and to return before they have ended would break the promise.
+        limit = max(self._deadline_seconds, _FENCE_SECONDS)
+        until = time.monotonic() + limit
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(max(until - time.monotonic(), 0))
+                if thread.is_alive():
+                    raise TransferTimeout(
+                        f"the connection to worker {self.peer} was shut down and thread {thread.name} still moves its bytes after "
+                        f"{limit:g} s: its memory must not be used again; end this process",
+                        waiting_for=(self.peer,), seconds=limit, peer=self.peer,
+                    )  # fmt: skip
 
     def begin_close(self) -> None:
         """Silence the link, let queued acknowledgements out and tell the peer that no more will come. Does not wait."""

@@ -91,10 +91,13 @@ class ShmTransport(SocketTransport):
             raise
         return sock
 
-    def _admit(self, sock: socket.socket) -> bool:
+    def _objection(self, sock: socket.socket) -> str:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, uid, _ = struct.unpack("3i", credentials)
-        return uid in (0, os.geteuid())
+        pid, uid, _ = struct.unpack("3i", credentials)
+        me = os.geteuid()
+        return (
+            "" if uid in (0, me) else f"process {pid} is of user {uid}, this worker of user {me}; run both as one user"
+        )
 
     def _make_link(self, peer: str, sock: socket.socket, memory: Memory, join: Join) -> Link:
         try:

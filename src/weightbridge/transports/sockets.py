@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import queue
 import select
 import socket
@@ -34,6 +35,7 @@ from weightbridge.transports.base import (
 )  # fmt: skip
 from weightbridge.transports.handshake import accept_handshake, check_identity, dial_handshake
 from weightbridge.transports.link import Link, Post
+from weightbridge.transports.refusals import Refusals
 from weightbridge.transports.wire import merge_writes
 
 __all__ = ["Join", "SocketTransport"]
@@ -44,6 +46,7 @@ _MAX_GREETINGS = 512
 _MAX_WAITING = 4096
 _LINGER_SECONDS = 0.5
 _POLL_SECONDS = 0.02
+_LOG = logging.getLogger(__name__)
 
 
 class Join:
@@ -81,6 +84,7 @@ class SocketTransport(Transport):
         self._waiting: dict[str, socket.socket] = {}
         self._greetings: dict[threading.Thread, socket.socket] = {}
         self._refused = ""
+        self._refusals = Refusals(_LOG)
         self._counted: dict[str, KernelBytes] = {}
         self._tickets = itertools.count(1)
         self._listener = self._listen()
@@ -101,9 +105,9 @@ class SocketTransport(Transport):
     def _make_link(self, peer: str, sock: socket.socket, memory: Memory, join: Join) -> Link:
         """Wrap a joined socket. Takes over join.fd."""
 
-    def _admit(self, sock: socket.socket) -> bool:
-        """Whether an accepted connection may speak at all."""
-        return True
+    def _objection(self, sock: socket.socket) -> str:
+        """Why an accepted connection may not even speak; empty when it may."""
+        return ""
 
     def _count(self, link: Link) -> KernelBytes | None:
         """What the operating system counted on a link, if it counts."""
@@ -195,7 +199,10 @@ class SocketTransport(Transport):
         return total
 
     def close(self) -> None:
-        """See `Transport.close`. Peers are told at once; waits half a second at most for them to take our last words."""
+        """See `Transport.close`. Peers are told at once; waits half a second at most for them to take our last words.
+
+        Raises TransferTimeout, after all the rest has been closed, when a link's threads do not end: see `Link.fence`.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -211,15 +218,21 @@ class SocketTransport(Transport):
         for link in links:
             link.begin_close()
         until = time.monotonic() + min(_LINGER_SECONDS, self.deadline_seconds)
+        stuck: list[TransferTimeout] = []
         for link in links:
-            link.finish_close(until)
-            self._retire(link)
-        self._acceptor.join()
+            try:
+                link.finish_close(until)
+                self._retire(link)
+            except TransferTimeout as error:
+                stuck.append(error)
+        # The sockets that these threads wait for have been shut down: they end at once. Nothing depends on it.
+        until = time.monotonic() + self.deadline_seconds
+        for thread in (self._acceptor, *list(self._greetings)):
+            thread.join(max(until - time.monotonic(), 0))
         self._listener.close()
-        while self._greetings:
-            for thread in list(self._greetings):
-                thread.join()
         self._memory = None
+        if stuck:
+            raise stuck[0]
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
@@ -335,11 +348,16 @@ class SocketTransport(Transport):
                 time.sleep(_POLL_SECONDS)  # out of descriptors, or closing
                 continue
             thread = threading.Thread(target=self._greet, args=(sock,), name="wb-greet", daemon=True)
+            objection = self._objection(sock)
             with self._changed:
-                admitted = not self._closed and len(self._greetings) < _MAX_GREETINGS and self._admit(sock)
+                if len(self._greetings) >= _MAX_GREETINGS:
+                    objection = f"{_MAX_GREETINGS} others have yet to prove who they are"
+                admitted = not self._closed and not objection
                 if admitted:
                     self._greetings[thread] = sock
                     thread.start()
+            if objection:
+                self._refuse(sock, objection)
             if not admitted:
                 sock.close()
 
@@ -349,17 +367,27 @@ class SocketTransport(Transport):
         try:
             peer = accept_handshake(sock, self.identity, time.monotonic() + self.deadline_seconds)
             with self._changed:
-                if not self._closed and len(self._waiting) < _MAX_WAITING:
+                full = len(self._waiting) >= _MAX_WAITING and peer not in self._waiting
+                if not self._closed and not full:
                     old = self._waiting.pop(peer, None)
                     self._waiting[peer] = sock
                     self._changed.notify_all()
+            if full:
+                self._refuse(sock, f"{_MAX_WAITING} others wait already to be connected")
         except WeightBridgeError as error:
             self._refused = error.message
+            self._refuse(sock, error.message)
         finally:
             if old is not None:
                 old.close()
             with self._changed:
                 self._greetings.pop(threading.current_thread(), None)
+
+    def _refuse(self, sock: socket.socket, reason: str) -> None:
+        origin = "a closed connection"
+        with contextlib.suppress(OSError):
+            origin = str(sock.getpeername() or "this machine")
+        self._refusals.warn("worker %s let nobody in from %s: %s", self.identity.worker, origin, reason)
 
     # --- links --------------------------------------------------------------------------------------------------------
 
