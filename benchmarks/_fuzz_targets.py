@@ -299,7 +299,9 @@ class Tags(Target):
 
     def __init__(self) -> None:
         self._samples = [
-            Sample(Tag(session=1 << 59, epoch=e, version=7, attempt=e, round=e, kind=kind, stage=e).pack())
+            Sample(
+                Tag(session=1 << 59, epoch=e, version=7, attempt=e, round=e, kind=kind, stage=e, digest=e << 61).pack()
+            )
             for kind in Kind
             for e in (0, 3)
         ]

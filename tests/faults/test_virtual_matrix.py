@@ -1,7 +1,7 @@
 """The fault matrix in virtual time: every fault at every worker in every phase, in both modes, over random schedules.
 
-`WEIGHTBRIDGE_SCHEDULES` sets how many schedules each cell gets (`make faults`: 10,000 in all). A failure names fault, victim, phase,
-mode and seed; `VirtualJob(seed, fault, stage_receive=...)` makes the same schedule again.
+`WEIGHTBRIDGE_SCHEDULES` sets how many schedules each cell gets (`make faults`: 10,000 in all). A failure names fault,
+victim, phase, mode and seed; `VirtualJob(seed, fault, stage_receive=...)` makes the same schedule again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def test_every_cell_ends_names_the_culprit_and_serves_no_mixture(
         assert outcome.seconds < ENDS_SECONDS, where
         if not outcome.struck or kind == "duplicated messages":
             _assert_unharmed(outcome, where)
-        elif kind in LASTING and victim.startswith("trainer"):
-            _assert_session_over(outcome, victim, where)
-        elif kind in LASTING and phase == "connect":
+        elif (kind in LASTING and victim.startswith("trainer")) or (kind in LASTING and phase == "connect"):
             _assert_session_over(outcome, victim, where)
         elif kind in LASTING:
             _assert_engine_left_out(outcome, victim, staged and phase != "install", where)

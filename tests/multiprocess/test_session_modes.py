@@ -213,3 +213,43 @@ def test_engines_join_and_leave_between_versions() -> None:
         assert handle.wait().engines == {"solo": "ready"}
         assert pair.holds(3)
     assert job.wrong == []
+
+
+@pytest.mark.multiprocess
+def test_engines_outlive_their_trainers_and_join_the_next_ones() -> None:
+    """The trainers close; others come to the same endpoint. The engine serves on, is not probed again, and versions go on."""
+    with Pair(when_trainers_fail="rejoin") as pair:
+        pair.set(3)
+        handle = pair.sender.send_weights(3, blocking=False)
+        pair.poll_until(lambda: handle.ended)
+        pair.sender.close()
+        pair.poll_until(lambda: not pair.receiver._seat.machine.ever_ready)
+        assert pair.receiver.state == "ready"  # what it holds is whole
+        assert pair.holds(3)
+        loads = 0
+        load_weights = pair.engine.load_weights
+
+        def counted(tensors: Any) -> None:
+            nonlocal loads
+            loads += 1
+            load_weights(tensors)
+
+        pair.receiver._seat._load_weights = counted
+        shard = toy.TrainerShard(pair.spec, 0, 1)
+        pair.sender = SenderAdapter(
+            group=None, endpoint=pair.endpoint, checkpoint=pair.spec, load_weights=shard.load_weights, tensors=shard.tensors,
+            engines=("solo",), options=pair.options,
+        )  # fmt: skip
+        pair.shard = shard
+        connecting = Worker(pair.sender.connect, "connect again")
+        pair.poll_until(lambda: not connecting.thread.is_alive())
+        assert connecting.error is None, connecting.error
+        assert loads == 0
+        assert pair.holds(3)
+        pair.set(4)
+        with pytest.raises(UsageError, match="at least 4"):
+            pair.sender.send_weights(3)
+        handle = pair.sender.send_weights(4, blocking=False)
+        pair.poll_until(lambda: handle.ended)
+        assert pair.holds(4)
+        assert pair.receiver.version == 4

@@ -1,4 +1,5 @@
-"""The trace of a real session holds every kernel and every post of every worker, once, and spans of a thread nest."""
+"""A real session, observed: the trace holds every kernel and every post of every worker once, the events tell its story in order,
+and whoever looks on from outside sees the same."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import itertools
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from tests.multiprocess.test_session_memory import Pair
 
 from weightbridge.coordinator import session_events as e
 from weightbridge.executor import Observation, Prepared
-from weightbridge.observability import Trace, compose
+from weightbridge.observability import JsonLines, Trace, compose, read_events, watch
 from weightbridge.program import WorkerProgram
 
 
@@ -25,13 +27,12 @@ def test_every_kernel_and_post_of_two_updates_is_in_the_trace(tmp_path: Path) ->
             programs[seen.worker] = seen.what.program
 
     begin = time.time()
-    with Trace(path) as trace, Pair(observe=compose(keep, trace.observe)) as pair:
-        for version in (1, 2):
-            for worker in programs:
-                trace(e.UpdateStarted(at=time.time(), worker=worker, version=version, attempt=1))
-            pair.update(version)
-            for worker in programs:
-                trace(e.Installed(at=time.time(), worker=worker, version=version, stall_seconds=0.001))
+    pair = Pair()
+    with Trace(path) as trace:
+        pair.options = replace(pair.options, observe=compose(keep, trace.observe), on_event=trace)
+        with pair:
+            pair.update(1)
+            pair.update(2)
     elapsed = time.time() - begin
     assert pair.wrong == []
     assert set(programs) == {"trainer/0", "solo/0"}
@@ -44,9 +45,10 @@ def test_every_kernel_and_post_of_two_updates_is_in_the_trace(tmp_path: Path) ->
     for x in events:
         if x["ph"] == "X":
             lane = x["cat"].split(" ")[0]
-            found[workers[x["pid"]]][lane, x["name"], x["args"].get("bytes", 0)] += 1
-            assert x["ts"] + 1e3 >= 0
-            assert x["ts"] + x["dur"] <= elapsed * 1e6
+            if lane not in ("phase", "layout"):
+                found[workers[x["pid"]]][lane, x["name"], x["args"].get("bytes", 0)] += 1
+        if "ts" in x:  # the two clocks are read one after the other: a millisecond is theirs
+            assert -1e3 <= x["ts"] <= x["ts"] + x.get("dur", 0) <= elapsed * 1e6 + 1e3
     for name, program in programs.items():
         expected: Counter[tuple[str, str, int]] = Counter()
         for k, r in enumerate(program.rounds):
@@ -56,7 +58,7 @@ def test_every_kernel_and_post_of_two_updates_is_in_the_trace(tmp_path: Path) ->
                 expected["post", f"round {k}", post.nbytes] += 2
         for version in (1, 2):
             expected["version", f"version {version}", 0] += 1
-            expected["stood", f"version {version}", 0] += 1
+            expected["stood", f"version {version}", 0] += name == "solo/0"
         assert found[name] == +expected
     arrived = Counter(x["name"].split(":")[0] for x in events if x["ph"] == "i" and x["cat"] == "arrive")
     assert arrived == Counter(
@@ -72,3 +74,50 @@ def test_every_kernel_and_post_of_two_updates_is_in_the_trace(tmp_path: Path) ->
     for spans in by_thread.values():  # no attempts here: on each thread one after the other
         spans.sort()
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+def kinds(events: list[e.SessionEvent], worker: str) -> list[str]:
+    """What a worker told, in order, without how its layout was learnt and how far it was."""
+    told = [x for x in events if x.worker == worker and not isinstance(x, e.Probing | e.Progress)]
+    return [type(x).__name__ for x in told]
+
+
+def test_the_events_of_a_session_and_what_an_onlooker_sees(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    pair = Pair()
+    with JsonLines(path) as lines:
+        pair.options = replace(pair.options, on_event=lines, heartbeat_seconds=0.1)
+        with pair:
+            pair.update(5)
+            pair.update(7)
+            states = watch(pair.endpoint)
+            seen = next(states)
+            states.close()  # type: ignore[attr-defined]
+            pair.update(9)
+    events = list(read_events(path))
+    assert kinds(events, "solo/0") == ["Joined", "Connected", *3 * ["UpdateStarted", "Installed"], "SessionEnded"]
+    phases = [x.phase for x in events if isinstance(x, e.PhaseChanged)]
+    assert [p for p in phases if p not in ("ready", "updating")] == [
+        "probing",
+        "planning",
+        "lowering",
+        "connecting",
+        "closed",
+    ]
+    assert phases[4:-1] == ["ready", *3 * ["updating", "ready"]]
+    finished = [x for x in events if isinstance(x, e.UpdateFinished)]
+    assert [x.version for x in finished] == [5, 7, 9]
+    installed = {x.version: x.stall_seconds for x in events if isinstance(x, e.Installed)}
+    for x in finished:
+        assert (x.worker, x.attempts, x.superseded) == ("trainer/0", 1, False)
+        assert x.ewtt_seconds >= installed[x.version]
+        assert x.ideal_seconds == pair.sender.plan.bounds.t_min_seconds > 0  # type: ignore[union-attr]
+        assert set(x.network_bytes) == {"trainer/0", "solo/0"}
+        assert x.network_bytes["trainer/0"][0] == x.network_bytes["solo/0"][1] > 0
+
+    assert (seen.phase, seen.version, seen.in_flight, seen.num_trainers) == ("ready", 7, -1, 1)
+    assert [(x.name, x.state, x.version, x.num_workers) for x in seen.engines] == [("solo", "ready", 7, 1)]
+    assert [x.version for x in seen.updates] == [5, 7]
+    for shown, told in zip(seen.updates, finished, strict=False):
+        assert (shown.ewtt_seconds, shown.agst_seconds) == (told.ewtt_seconds, told.agst_seconds)
+        assert (shown.ideal_seconds, shown.network_bytes) == (told.ideal_seconds, told.received_bytes)

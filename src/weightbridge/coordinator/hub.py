@@ -25,9 +25,9 @@ from weightbridge.coordinator.wire import HubSocket
 from weightbridge.errors import TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
-from weightbridge.transports.refusals import Refusals
 from weightbridge.machine.status import MAX_UPDATES, UpdateStatus
 from weightbridge.machine.status_of import status_of
+from weightbridge.transports.refusals import Refusals
 
 __all__ = ["Hub"]
 

@@ -255,7 +255,7 @@ class SessionMachine:
         epoch.plan = b""  # the members hold it now
 
     def _program_ready(self, worker: str, message: w.ProgramReady, now: float) -> None:
-        if self.phase is not Phase.LOWERING or message.attempt != self.attempt or not self._is_member(worker):
+        if self.phase is not Phase.LOWERING or message.attempt != self.attempt or worker not in self._in_force().order:
             return
         epoch = self._in_force()
         if message.plan_digest != epoch.digest:
@@ -270,7 +270,11 @@ class SessionMachine:
             self._to_members(w.ConnectPeers(attempt=self.attempt, peers=self._endpoints))
 
     def _worker_connected(self, worker: str, message: w.Connected, now: float) -> None:
-        if self.phase is not Phase.CONNECTING or message.attempt != self.attempt or not self._is_member(worker):
+        if (
+            self.phase is not Phase.CONNECTING
+            or message.attempt != self.attempt
+            or worker not in self._in_force().order
+        ):
             return
         self._connected.add(worker)
         if len(self._connected) == len(self._in_force().order):
@@ -640,13 +644,7 @@ class SessionMachine:
     def _onlooker_said(self, worker: str, message: w.Message, now: float) -> None:
         """It is no member: never waited for, and nothing it says changes anything."""
         if worker in self.onlookers:
-            self.onlookers[worker] = now
-            if isinstance(message, w.Goodbye):
-                self._forget_onlooker(worker)
-
-    def _forget_onlooker(self, worker: str) -> None:
-        del self.onlookers[worker]
-        self._out.append(Forget(worker))
+            self.onlookers[worker] = -1.0 if isinstance(message, w.Goodbye) else now
 
     def _left(self, worker: str, side: Side, now: float) -> None:
         if side.is_engine:
@@ -694,8 +692,9 @@ class SessionMachine:
             self._lose(silent, "WorkerError", now)
         if self._over:
             return
-        for name in [n for n, at in self.onlookers.items() if now - at > self._timeouts.heartbeat]:
-            self._forget_onlooker(name)
+        for name in [n for n, at in self.onlookers.items() if at < 0 or now - at > self._timeouts.heartbeat]:
+            del self.onlookers[name]
+            self._out.append(Forget(name))
         if now >= self._next_leader_tick:
             self._next_leader_tick = now + LEADER_TICK_SECONDS
             for side in self.roster.engines:
@@ -803,9 +802,6 @@ class SessionMachine:
 
     def _in_force(self) -> Epoch:
         return self.epoch if self.epoch is not None else Epoch.of(0, ())
-
-    def _is_member(self, worker: str) -> bool:
-        return worker in self._in_force().order
 
     def _to_members(self, message: w.Message) -> None:
         self._out += [Send(name, message) for name in self._in_force().order if name in self.roster.side_of]

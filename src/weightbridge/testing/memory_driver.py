@@ -3,7 +3,8 @@
 Part of the published test kit: the machines are the real ones, the transport and the kernels' lanes are stand-ins that
 finish when a seeded random choice says so. Writes and assemblies happen in halves, so that they overlap with everything
 that the protocol allows. A watch over every slot copy raises when one is written while somebody may still read it, or
-read before it is filled; credited copies are filled with 0xFF at once, so that a late read shows in the values too.
+read before it is filled; credited copies are filled with 0xFF at once, so that a late read shows in the values too. Posts
+carry digests that are checked before the receiver's machine hears of them, as the executor does.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from weightbridge.errors import InternalError
 from weightbridge.kernels.base import Buffer, Kernels
+from weightbridge.kernels.digests import fastest_digest
 from weightbridge.kernels.reference import ReferenceKernels
 from weightbridge.machine.events import (
     Arrived,
@@ -69,13 +71,15 @@ class Faults:
     stay with what they wait for.
 
     drop_signals, duplicate_signals: which signals, counted from 0 over all workers in the order they are sent, get lost or
-    arrive twice.
+    arrive twice. corrupt_posts: which posts, counted likewise, arrive with one flipped bit; whoever finds it gives up naming
+    the sender.
     """
 
     death: tuple[int, int] | None = None
     announce: bool = True
     drop_signals: frozenset[int] = frozenset()
     duplicate_signals: frozenset[int] = frozenset()
+    corrupt_posts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +98,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Write:
-    """A post under way. lengths: actual bytes of each segment; they ride with the tag."""
+    """A post under way. number: counts all posts of the run. lengths: actual bytes of each segment; they ride with the tag."""
 
+    number: int
     source: int
     round: int
     post: Post
@@ -184,6 +189,12 @@ def _buffer(memory: Bytes) -> Buffer:
     return Buffer(memory.ctypes.data, memory.nbytes)
 
 
+def _digest(slot: Bytes, post: Post, end: Literal["local_offset", "remote_offset"], lengths: Sequence[int]) -> int:
+    """Of a post's bytes in the slot at one of its ends."""
+    rows = np.stack([post.segments[end], np.array(lengths, dtype=np.int64)], axis=1)
+    return fastest_digest()(slot.ctypes.data, rows)
+
+
 class _Run:
     """One update: what is under way, and the dice."""
 
@@ -206,6 +217,7 @@ class _Run:
         self.moved: dict[tuple[int, int], int] = {}
         self.trace: list[tuple[int, Instruction]] = []
         self.num_signals = 0
+        self.num_posts = 0
         self.announced: set[int] = set()
         self.called_off = False
 
@@ -328,8 +340,12 @@ class _Run:
             for s in post.segments
         ]
         stage = STAGES.index(post.stage)
-        tag = Tag(session=1, epoch=1, version=self.version, attempt=self.attempt, round=k, kind=Kind.DATA, stage=stage)
-        self._channel(worker, post.peer).append(_Write(worker, k, post, lengths, tag))
+        tag = Tag(
+            session=1, epoch=1, version=self.version, attempt=self.attempt, round=k, kind=Kind.DATA, stage=stage,
+            digest=_digest(self.job.slot(worker, post.source, k), post, "local_offset", lengths),
+        )  # fmt: skip
+        self._channel(worker, post.peer).append(_Write(self.num_posts, worker, k, post, lengths, tag))
+        self.num_posts += 1
 
     # --- things under way ---------------------------------------------------------------------------------------------
 
@@ -353,7 +369,22 @@ class _Run:
             self.seats[source].inbox.append(WriteDone(message.round, message.post.stage, target))
         tag = message.tag if isinstance(message, _Write) else message
         del queue[index]
+        if isinstance(message, _Write) and not self._is_whole(message, target):
+            failed = Failed(source, f"{tag.kind.name} of round {tag.round} came in corrupted")
+            self._deliver(target, failed)
+            self._call_off(target, failed)
+            return
         self._deliver(target, Arrived(source, tag))
+
+    def _is_whole(self, write: _Write, target: int) -> bool:
+        """Whether what lies in the target's slot is what was posted, after the damage that `faults` asks for."""
+        slot = self.job.slot(target, write.post.stage, write.round)
+        if write.number in self.faults.corrupt_posts:
+            segment, length = self.dice.choice(
+                [x for x in zip(write.post.segments, write.lengths, strict=True) if x[1]]
+            )
+            slot[int(segment["remote_offset"]) + self.dice.randrange(length)] ^= 1 << self.dice.randrange(8)
+        return _digest(slot, write.post, "remote_offset", write.lengths) == write.tag.digest
 
     def _copy(self, write: _Write, target: int) -> None:
         """Every other segment at a time, from what the source slot holds now."""

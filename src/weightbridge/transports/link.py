@@ -168,8 +168,8 @@ class Link(ABC):
                 thread.join(max(until - time.monotonic(), 0))
                 if thread.is_alive():
                     raise TransferTimeout(
-                        f"the connection to worker {self.peer} was shut down and thread {thread.name} still moves its bytes after "
-                        f"{limit:g} s: its memory must not be used again; end this process",
+                        f"the connection to worker {self.peer} was shut down and thread {thread.name} still moves its "
+                        f"bytes after {limit:g} s: its memory must not be used again; end this process",
                         waiting_for=(self.peer,), seconds=limit, peer=self.peer,
                     )  # fmt: skip
 
