@@ -14,12 +14,13 @@ STAMP := $(VENV)/.installed
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/constraints.txt $(wildcard setup.py) \
     $(wildcard src/weightbridge/kernels/*.c src/weightbridge/kernels/*.h src/weightbridge/kernels/*build*.py)
 
-.PHONY: demo test test-unit test-integration test-megatron test-sglang test-transports test-vllm lint format bench bench-cluster clean help
+.PHONY: demo test faults test-unit test-integration test-megatron test-sglang test-transports test-vllm lint format bench bench-cluster clean help
 
 help:
 	@echo "make demo              real weights, two trainers, two engines; ARGS=--json for one JSON document"
 	@echo "make test              all but the integration tests, with coverage"
 	@echo "make test-unit         tests/unit only"
+	@echo "make faults            the fault matrix in virtual time over 10,000 random schedules"
 	@echo "make test-integration  the slow tests with real engines"
 	@echo "make test-megatron     megatron-core's GPTModel in an environment of its own (.venvs/megatron)"
 	@echo "make test-sglang       SGLang's Qwen3-MoE class in an environment of its own (.venvs/sglang)"
@@ -40,6 +41,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@bash scripts/test.sh $(BIN)/python $(COVERAGE_FLOOR) $(PYTEST_ARGS)
+
+# Every fault at every worker in every phase, 36 random schedules each: 10,000 in all, about two minutes.
+faults: $(STAMP)
+	@WEIGHTBRIDGE_SCHEDULES=36 $(BIN)/python -m pytest tests/faults/test_virtual_matrix.py $(PYTEST_ARGS)
 
 test-unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbridge.errors import ConnectError, RegistrationError, UsageError
+from weightbridge.errors import ConnectError, RegistrationError, TransferTimeout, UsageError
 from weightbridge.kernels import Buffer
 from weightbridge.testing.transport_suite import Worker, group, join
 from weightbridge.transports import (
@@ -30,6 +30,8 @@ from weightbridge.transports import (
     TcpTransport,
     WriteDone,
     handshake,
+    link,
+    tcp,
     wire,
 )  # fmt: skip
 
@@ -452,6 +454,29 @@ def test_a_fence_ends_the_threads_of_its_link_before_it_returns(kind):
         time.sleep(0.02)
         a.transport.fence("b")
         assert not {"wb-send-b", "wb-receive-b"} & {t.name for t in threading.enumerate()}
+
+
+@pytest.mark.parametrize("how", ["fence", "close"])
+def test_a_thread_that_does_not_end_is_named_and_not_waited_for_without_end(how, monkeypatch):
+    """Its memory is not free then, and whoever fences must not believe it is. The other links are closed all the same."""
+    monkeypatch.setattr(link, "_FENCE_SECONDS", 0.3)
+    entered, release = threading.Event(), threading.Event()
+
+    def stuck(self, num_writes):
+        entered.set()
+        assert release.wait(60)
+
+    with group(TcpTransport, "a", "b", "c", nbytes=1000) as (a, b, c):
+        a.transport._links["b"]._deadline_seconds = 0.3
+        monkeypatch.setattr(tcp.TcpLink, "_receive_writes", stuck)
+        b.post("a", [[0, 0, 10]], b"")
+        assert entered.wait(10)
+        with pytest.raises(TransferTimeout, match="wb-receive-b still moves its bytes") as caught:
+            a.transport.fence("b") if how == "fence" else a.transport.close()
+        assert caught.value.waiting_for == ("b",)
+        release.set()
+        if how == "close":
+            c.expect(PeerLost)
 
 
 def test_transports_import_no_torch():

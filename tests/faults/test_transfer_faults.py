@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests import toy_programs as toy
 
-from weightbridge.machine.events import Failed, Finished, Signal
+from weightbridge.machine.events import Failed, Finished, PostWrites, Signal
 from weightbridge.plan.planner import PlanOptions, make_plan
 from weightbridge.program import lower
 from weightbridge.testing.memory_driver import Faults, MemoryDriver
@@ -129,3 +129,20 @@ def test_nothing_follows_the_end() -> None:
             assert worker not in ended
             if isinstance(instruction, (Failed, Finished)):
                 ended.add(worker)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_corrupted_post_ends_the_attempt_naming_its_sender_and_the_next_is_whole(seed: int) -> None:
+    driver, live, checkpoint = driver_of(seed)
+    posts = [(w, i) for w, i in driver.run(seed=seed).trace if isinstance(i, PostWrites)]
+    assert len(posts) > 3
+    for n in range(0, len(posts), 1 + len(posts) // 20):
+        outcome = driver.run(seed=seed, faults=Faults(corrupt_posts=frozenset([n])))
+        assert not outcome.stuck
+        sender, instruction = [(w, i) for w, i in outcome.trace if isinstance(i, PostWrites)][n]
+        receiver = driver.programs[sender].rounds[instruction.round].posts[instruction.index].peer
+        assert outcome.failed[receiver].peer == sender
+        assert f"round {instruction.round} came in corrupted" in outcome.failed[receiver].cause
+        assert {f.peer for f in outcome.failed.values()} == {sender}
+    assert not driver.run(seed=seed, attempt=99).failed
+    check_whole(seed, live, checkpoint)

@@ -136,13 +136,17 @@ def damage(monkeypatch: pytest.MonkeyPatch, worker: int, key: Key, *, checked: b
 
 
 def awaits() -> list[tuple[int, Key]]:
-    """(worker, key) of one post for each worker and stage, in another round each."""
-    found: dict[tuple[int, str], list[Key]] = {}
-    for w, program in enumerate(job_of("identity")[1]):
-        for k, round_ in enumerate(program.rounds):
-            for a in round_.awaits:
-                found.setdefault((w, a.stage), []).append((k, a.stage, a.peer))
-    return [(w, keys[i % len(keys)]) for i, ((w, _), keys) in enumerate(found.items())]
+    """(worker, key) of posts of each stage in odd and in even rounds, of different workers."""
+    keys = [
+        (w, (k, a.stage, a.peer))
+        for w, program in enumerate(job_of("identity")[1])
+        for k, round_ in enumerate(program.rounds)
+        for a in round_.awaits
+    ]
+    first: dict[tuple[int, str], tuple[int, Key]] = {}
+    for w, key in sorted(keys, key=lambda x: (x[0] + x[1][0]) % 5):
+        first.setdefault((key[0] % 2, key[1]), (w, key))
+    return list(first.values())
 
 
 # --- damage is found --------------------------------------------------------------------------------------------------

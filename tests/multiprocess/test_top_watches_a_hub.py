@@ -22,9 +22,9 @@ from weightbridge.testing.ports import free_port
 TOKEN = b"the job's token"
 
 
-def status(version: int) -> Status:
+def status(version: int, phase: str = "ready") -> Status:
     engine = EngineStatus(name="a", state="ready", version=version, num_workers=2)
-    return Status(session=7, phase="ready", version=version, engines=(engine,), num_trainers=1)
+    return Status(session=7, phase=phase, version=version, engines=(engine,), num_trainers=1)
 
 
 class ToyHub:
@@ -98,6 +98,17 @@ def test_two_observers_have_names_of_their_own() -> None:
 def test_the_end_of_a_session_ends_the_states() -> None:
     with ToyHub(w.Welcome(session=7), status(9), w.Closed()) as hub:
         assert list(look(hub)) == [status(9)]
+    with ToyHub(w.Welcome(session=7), status(9, "closed")) as hub:
+        assert list(look(hub)) == [status(9, "closed")]
+
+
+def test_a_hub_that_hangs_up_is_missed_long_before_its_silence_is() -> None:
+    hub = ToyHub(w.Welcome(session=7), status(9))
+    with hub:
+        states = look(hub, silence_timeout_seconds=0.4)
+        next(states)
+    with pytest.raises(ConnectError, match="closed its connection"):
+        next(states)
 
 
 def failure() -> w.Failure:
@@ -108,6 +119,7 @@ def failure() -> w.Failure:
     ("answers", "options", "error", "says"),
     [
         ((w.Welcome(session=7), failure()), {}, WorkerError, "TransferTimeout: a/1: gave no sign of life for 15 s"),
+        ((w.Welcome(session=7), status(9, "failed"), failure()), {}, WorkerError, "a/1: gave no sign"),
         ((w.Rejected(reason="says it is a 'observer'"),), {}, ConnectError, "does not let observers in: says it is"),
         ((w.Welcome(session=7),), {"silence_timeout_seconds": 0.3}, ConnectError, "has said nothing"),
         ((), {"connect_timeout_seconds": 0.3}, ConnectError, r"nobody answered at tcp://.* within 0.3 s"),

@@ -1,5 +1,5 @@
-"""A real session, observed: the trace holds every kernel and every post of every worker once, the events tell its story in order,
-and whoever looks on from outside sees the same."""
+"""A real session, observed: the trace holds every kernel and every post of every worker once, the events tell its story
+in order, and whoever looks on from outside sees the same."""
 
 from __future__ import annotations
 

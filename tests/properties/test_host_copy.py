@@ -10,11 +10,13 @@ import ctypes
 import gc
 import os
 import random
+import re
 from itertools import product
 
 import numpy as np
 import pytest
 from tests import toy_programs as toy
+from tests.kernel_cases import row
 from tests.unit.program_cases import house, twins
 
 from weightbridge.checkpoint.dtypes import dtype_named
@@ -23,7 +25,7 @@ from weightbridge.executor import HostCopy
 from weightbridge.kernels import Buffer, ReferenceKernels, choose_kernels
 from weightbridge.layout.source_map import CopyTable, LiveTensor, SourceMap
 from weightbridge.plan.topology import Role
-from weightbridge.program.program import Round, WorkerProgram
+from weightbridge.program.program import Assemble, Op, Round, WorkerProgram
 
 BF16, F32, U8 = dtype_named("BF16"), dtype_named("F32"), dtype_named("U8")
 
@@ -93,17 +95,17 @@ def tensor(shape, strides, dtype=BF16, name="t") -> LiveTensor:
 def check(copy: HostCopy, memory: Memory, elements: list[np.ndarray]) -> None:
     """Capture, change all of live memory, install: the marked bytes are what they were, all others as changed."""
     marked, before = memory.mask_of(elements), memory.bytes.copy()
+    hosts = [h.copy() for h in held(copy.buffers)]
     nbytes = sum(int(e.sum()) * t.dtype.itemsize for e, t in zip(elements, memory.live, strict=True))
     assert copy.capture(memory.buffers) == nbytes
     assert (memory.bytes == before).all()
     memory.bytes ^= 0xFF
-    for host, live, start, e, t in zip(
-        held(copy.buffers), memory.buffers, memory.starts, elements, memory.live, strict=True
+    for host, old, live, start, e in zip(
+        held(copy.buffers), hosts, memory.buffers, memory.starts, elements, strict=True
     ):
         assert host.size == (live.nbytes if e.any() else 0)
-        wide = np.repeat(e, t.dtype.itemsize)[: host.size]
-        assert (host[wide] == before[start : start + host.size][wide]).all()
-        assert not host[~wide].any()  # nothing else was looked at
+        wide = np.repeat(e, live.nbytes // max(e.size, 1))[: host.size]
+        assert (host == np.where(wide, before[start : start + host.size], old)).all()
     for host, e, t in zip(held(copy.buffers), elements, memory.live, strict=True):
         host[~np.repeat(e, t.dtype.itemsize)[: host.size]] = 0x5A
     assert copy.install(memory.buffers) == nbytes
@@ -206,26 +208,44 @@ def test_a_program_reads_and_writes_within_what_the_map_names(case) -> None:
             continue
         elements = [np.zeros(len(e), dtype=bool) for e in named]
         for pack in (r.pack for r in program.rounds):
-            for row in pack:
-                itemsize = source_map.live[row["src_buffer"]].dtype.itemsize
-                for index in product(*map(range, row["count"].tolist())):
-                    at = int(row["src_offset"] + np.dot(index, row["src_stride"]))
-                    elements[row["src_buffer"]][at // itemsize] = True
+            for one in pack:
+                itemsize = source_map.live[one["src_buffer"]].dtype.itemsize
+                for index in product(*map(range, one["count"].tolist())):
+                    at = int(one["src_offset"] + np.dot(index, one["src_stride"]))
+                    elements[one["src_buffer"]][at // itemsize] = True
         assert all((e <= n).all() for e, n in zip(elements, named, strict=True))
         check(copy, memory, elements)
         sent += sum(int(e.sum()) for e in elements)
     assert sent == sum(t.numel for t in job.spec.tensors)
 
 
-def test_a_program_of_no_rounds_and_one_that_casts() -> None:
+def test_a_program_that_casts_and_one_that_sends_rows_twice() -> None:
+    live = (tensor((8,), (1,)), tensor((4, 3), (5, 1), F32), tensor((9,), (1,), F32))
+    narrowed = row([5], [4], [2], dst_offset=4, op=Op.F32_TO_BF16, itemsize=4)
+    widened = row([4, 3], [6, 2], [20, 4], op=Op.BF16_TO_F32, dst_buffer=1)
+    cast = Round(assemble=Assemble(sources=((0, "send"),), table=np.concatenate([narrowed, widened])))
+    elements = [np.zeros(t.span_numel, dtype=bool) for t in live]
+    elements[0][2:7] = True
+    elements[1][[5 * i + j for i in range(4) for j in range(3)]] = True
+    check(HostCopy.for_program(program_of(cast), live, choose_kernels(None)), Memory.apart(live), elements)
+
+    half = row([4], [2], [2], src_offset=2)
+    elements = [np.zeros(t.span_numel, dtype=bool) for t in live]
+    elements[0][1:5] = True
+    twice = program_of(Round(pack=half), Round(pack=half))
+    check(HostCopy.for_program(twice, live, choose_kernels(None)), Memory.apart(live), elements)
+
+
+def test_a_program_that_moves_nothing_takes_nothing() -> None:
     live = (tensor((4,), (1,), F32), tensor((9,), (1,), F32))
-    nothing = WorkerProgram(worker=0, plan_digest="", slots=(), rounds=(Round(),))
-    copy = HostCopy.for_program(nothing, live, choose_kernels(None))
-    assert [b.nbytes for b in copy.buffers] == [0, 0]
-    memory = Memory.apart(live)
-    before = memory.bytes.copy()
-    assert (copy.capture(memory.buffers), copy.install(memory.buffers)) == (0, 0)
-    assert (memory.bytes == before).all()
+    for program in (program_of(Round()), program_of()):
+        copy = HostCopy.for_program(program, live, choose_kernels(None))
+        assert [b.nbytes for b in copy.buffers] == [0, 0]
+        check(copy, Memory.apart(live), [np.zeros(4, dtype=bool), np.zeros(9, dtype=bool)])
+
+
+def program_of(*rounds: Round) -> WorkerProgram:
+    return WorkerProgram(worker=0, plan_digest="", slots=(), rounds=rounds)
 
 
 def test_tables_are_bound_once_and_again_when_memory_moves() -> None:
@@ -265,8 +285,13 @@ def test_fifty_thousand_tiny_tensors_are_one_table_and_little_memory() -> None:
     copy = HostCopy(map_of(live, rows), choose_kernels(None))
     assert copy.nbytes == 50_000 * 64
     memory = Memory.apart(live, 5)
+    before = memory.bytes.copy()
     two_rows = np.array([True] * 3 + [False] + [True] * 3)
-    check(copy, memory, [two_rows if i % 3 == 0 else np.ones(t.numel, dtype=bool) for i, t in enumerate(live)])
+    marked = memory.mask_of([two_rows if i % 3 == 0 else np.ones(t.numel, dtype=bool) for i, t in enumerate(live)])
+    assert copy.capture(memory.buffers) == marked.sum()
+    memory.bytes ^= 0xFF
+    assert copy.install(memory.buffers) == marked.sum()
+    np.testing.assert_array_equal(memory.bytes, np.where(marked, before, before ^ 0xFF))
 
 
 def test_rows_that_lie_end_to_end_are_one() -> None:
@@ -290,6 +315,9 @@ def test_memory_goes_with_the_copy_and_takes_no_descriptor() -> None:
     assert copy.nbytes == 32 << 20
     assert mapped() - before >= 32 << 20
     assert len(os.listdir("/proc/self/fd")) == files
+    region = region_of(copy.buffers[0].address)
+    assert int(region["Rss"].split()[0]) >= 32 << 10  # KiB: every page is there already
+    assert "dc" in region["VmFlags"].split()  # a forked child goes without
     copy.close()
     copy.close()
     assert copy.nbytes == 0
@@ -299,6 +327,21 @@ def test_memory_goes_with_the_copy_and_takes_no_descriptor() -> None:
     del again, copy
     gc.collect()
     assert mapped() - before < 32 << 20
+
+
+def region_of(address: int) -> dict[str, str]:
+    """What the kernel says of the mapping that this address lies in."""
+    found: dict[str, str] = {}
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+            if bounds and found:
+                break
+            inside = bounds is not None and int(bounds[1], 16) <= address < int(bounds[2], 16)
+            if inside or found:
+                name, _, value = line.partition(":")
+                found[name] = value
+    return found
 
 
 def test_memory_that_cannot_be_had_is_refused() -> None:

@@ -102,6 +102,7 @@ def test_the_error_tree_is_sorted_by_remedy() -> None:
         "RegistrationError": "TransportError",
         "TransferTimeout": "TransportError",
         "WorkerError": "WeightBridgeError",
+        "CorruptionError": "WorkerError",
         "IncompleteUpdateError": "WeightBridgeError",
         "UsageError": "WeightBridgeError",
         "InternalError": "WeightBridgeError",

@@ -74,6 +74,8 @@ class Hub:
         self._stopping = threading.Event()
         self._next_heartbeat = 0.0
         self.planned: Planned | None = None
+        if self._tell is not None:
+            self._tell(events.PhaseChanged(at=time.time(), worker=s.HUB_WORKER, phase=self._machine.phase.value))
         self._thread = threading.Thread(target=self._run, name="wb-hub", daemon=True)
         self._thread.start()
 

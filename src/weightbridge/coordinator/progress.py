@@ -106,6 +106,7 @@ class ProgressThread:
             trusted_network=self._options.trusted_network,
             deadline_seconds=self._options.heartbeat_timeout_seconds,
             observe=self._options.observe,
+            digests=self._options.digests,
         )
         return self._plan.digest, _to_wire(self._executor.endpoint)
 

@@ -388,6 +388,14 @@ def _passed_on(program: WorkerProgram) -> dict[tuple[int, int], _Key]:
     return found
 
 
+class _Parcel(NamedTuple):
+    """What a post hands to the transport. writes: [N, 3] as `Transport.post` takes them."""
+
+    writes: npt.NDArray[np.int64]
+    payload: bytes
+    digest: int
+
+
 class _Transfer:
     """One run of the machine: tickets in flight and, for a codec, the actual length of each segment."""
 
@@ -405,6 +413,7 @@ class _Transfer:
         self._tickets: dict[tuple[str, int], m.WriteDone] = {}
         self._lengths: dict[_Key, dict[int, int]] = {}  # (round, slot, peer) -> route -> actual bytes
         self._checked: dict[_Key, int] = {}  # digests of what has arrived whole
+        self._packed: dict[tuple[int, int], _Parcel] = {}  # (round, index of the post) of what waits for its turn
 
     def tell(self, event: m.Event) -> None:
         self._x.tell_observer(event)
@@ -478,16 +487,18 @@ class _Transfer:
                 time.sleep(50e-6)
 
     def _pack(self, k: int) -> None:
+        """Pack, encode, and take digests: a post then leaves at once when its turn comes, and the link does not wait."""
         x = self._x
         self._launch(x._packs[k] if x._packs else None)
-        if x._codec is None:
-            return
-        for post in x._program.rounds[k].posts:
-            lengths = {}
-            for s in post.segments:
-                segment = x._segment(post.source, k, int(s["local_offset"]), int(s["capacity_bytes"]))
-                lengths[int(s["route"])] = x._codec.encode(segment)
-            self._lengths[k, "send", post.peer] = lengths
+        for index, post in enumerate(x._program.rounds[k].posts):
+            if x._codec is not None:
+                lengths = {}
+                for s in post.segments:
+                    segment = x._segment(post.source, k, int(s["local_offset"]), int(s["capacity_bytes"]))
+                    lengths[int(s["route"])] = x._codec.encode(segment)
+                self._lengths[k, "send", post.peer] = lengths
+            if not post.after:
+                self._packed[k, index] = self._parcel(k, index)
 
     def _decode(self, k: int) -> None:
         x = self._x
@@ -502,6 +513,15 @@ class _Transfer:
     def _post(self, k: int, index: int) -> None:
         x = self._x
         post = x._program.rounds[k].posts[index]
+        parcel = self._packed.pop((k, index), None) or self._parcel(k, index)
+        tag = m.Tag(**self._ids, round=k, kind=m.Kind.DATA, stage=STAGES.index(post.stage), digest=parcel.digest)
+        ticket = self._transport_post(post.peer, parcel.writes, tag, parcel.payload)
+        self._tickets[x._workers[post.peer].name, ticket] = m.WriteDone(k, post.stage, post.peer)
+
+    def _parcel(self, k: int, index: int) -> _Parcel:
+        """What the index-th post of round k sends, once its bytes lie in their slot."""
+        x = self._x
+        post = x._program.rounds[k].posts[index]
         payload = b""
         if x._codec is None:
             writes = x._dense_writes[k][index]
@@ -512,9 +532,7 @@ class _Transfer:
         came_as = x._passed_on.get((k, index))
         # A digest that came with the bytes is the better one: it also finds what changes in this worker's memory.
         digest = x._digest_of(writes[:, ::2]) if came_as is None else self._checked.get(came_as, 0)
-        tag = m.Tag(**self._ids, round=k, kind=m.Kind.DATA, stage=STAGES.index(post.stage), digest=digest)
-        ticket = self._transport_post(post.peer, writes, tag, payload)
-        self._tickets[x._workers[post.peer].name, ticket] = m.WriteDone(k, post.stage, post.peer)
+        return _Parcel(writes, payload, digest)
 
     def _transport_post(self, peer: int, writes: npt.NDArray[np.int64], tag: m.Tag, payload: bytes) -> int:
         transport = self._x._peer_transport[peer]

@@ -33,7 +33,6 @@ __all__ = ["HostCopy"]
 _ALIGNMENT = 64  # of a buffer; a page each would cost a model of many tiny tensors more than its weights do
 
 _Table = npt.NDArray[np.void]
-_Int64Array = npt.NDArray[np.int64]
 
 
 class HostCopy:

@@ -13,7 +13,7 @@
 
 #define STREAM_RUN_BYTES 512
 #define STREAM_WRITES_BYTES (4 << 20)
-#define PREFETCH_BYTES 4096 /* how far ahead the source of the next runs is asked for */
+#define PREFETCH_BYTES 16384 /* how far ahead the source of the next runs is asked for */
 
 /* Live tensors and slots give no alignment promise, and x86 and arm64 need none. */
 typedef uint16_t u16 __attribute__((aligned(1), may_alias));

@@ -72,8 +72,7 @@ class SessionMachine:
         """engines: names of the engines that have to join before the session is ready; others may join at any time."""
         self.session = session
         self.phase = Phase.GATHERING
-        self.version = -1  # the newest that was ever begun here, or that an engine brought along
-        self.attempt = 0
+        self.version, self.attempt = -1, 0  # the newest that was ever begun here, or that an engine brought along
         self.roster = Roster(spec_digest=spec_digest, num_trainers=num_trainers, engines=engines, now=now)
         self.epoch: Epoch | None = None  # in force
         self.update: Update | None = None
@@ -95,8 +94,7 @@ class SessionMachine:
         self._given_up: dict[str, str] | None = None  # causes; the version in flight ends with them once all is quiet
         self._leaving = False  # a trainer has left in good order while the others finish
         self._send_ready: dict[str, int] = {}
-        self._send_since = now
-        self._next_leader_tick = now
+        self._send_since = self._next_leader_tick = now
         self._unheard: set[str] = set()  # who has yet to confirm the failure
         self._tell_until: float | None = None
         self._last_word: Send | None = None  # the failure for the hub's own worker, which is told last
@@ -193,13 +191,12 @@ class SessionMachine:
             self._advance_superseding(self.update, now)
 
     def _advance_probing(self, now: float) -> None:
-        if not self._been_ready and self.phase is Phase.GATHERING and not self.roster.missing():
-            self._enter(Phase.PROBING, now)
         if self.phase is Phase.GATHERING and not self._been_ready:
-            return
-        for side in list(self.roster.sides.values()):
-            if side.state is SideState.GATHERING and side.complete:
-                self._probe(side, now)
+            if self.roster.missing():
+                return
+            self._enter(Phase.PROBING, now)
+        for side in [x for x in self.roster.sides.values() if x.state is SideState.GATHERING and x.complete]:
+            self._probe(side, now)
 
     def _advance_planning(self, now: float) -> None:
         """Plan for all sides that can be planned for, when that is not what is in force or being planned already."""
@@ -399,12 +396,7 @@ class SessionMachine:
         self._enter(Phase.READY, now)
         self._out += [Send(name, report) for name in self.roster.trainers.workers]
         if self._leaving:
-            self._close()
-
-    def _close(self) -> None:
-        """In good order: engines go on with the weights they have."""
-        self.phase = Phase.CLOSED
-        self._out += [Send(name, w.Closed()) for name in self.roster.side_of]
+            self._enter(Phase.CLOSED, now)
 
     def _advance_superseding(self, update: Update, now: float) -> None:
         """Every trainer has sent a newer version and every byte of this one has arrived: staged engines that have not
@@ -595,8 +587,7 @@ class SessionMachine:
             self._out.append(EngineNote(side.name, state, side.version, f"version {update.version} was given up"))
             if side.name not in update.agreed:
                 self._stop_agreement(side, "the version was given up", now)
-        workers = [n for s in (update.trainers, *update.engines.values()) for n in s.workers]
-        self._out += [Send(name, failed) for name in workers]
+        self._out += [Send(name, failed) for name in update.workers]
 
     # --- words that come in -----------------------------------------------------------------------------------------------
 
@@ -658,7 +649,7 @@ class SessionMachine:
             self.update.retries_left = -1
             self._leaving = True
         elif self.phase in (Phase.READY, Phase.PLANNING, Phase.GATHERING) and self._been_ready and self.update is None:
-            self._close()
+            self._enter(Phase.CLOSED, now)
         else:
             self._fail({worker: f"left while the session was {self.phase.value}"}, "WorkerError")
 
@@ -782,7 +773,7 @@ class SessionMachine:
             version, poisoned = self.update.version, self.update.poisoned(causes)
         failure = w.Failure(kind=kind, causes=causes, poisoned=poisoned, version=version)
         self._unheard = {name for name in self.roster.side_of if name != HUB_WORKER}
-        self._out += [Send(name, failure) for name in sorted(self._unheard)]
+        self._out += [Send(name, failure) for name in (*sorted(self._unheard), *self.onlookers)]
         self._last_word = Send(HUB_WORKER, failure) if HUB_WORKER in self.roster.side_of else None
         self._tell_until = None
 
@@ -799,6 +790,8 @@ class SessionMachine:
 
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase, self.since = phase, now
+        if phase is Phase.CLOSED:  # in good order: engines go on with the weights they have
+            self._out += [Send(name, w.Closed()) for name in (*self.roster.side_of, *self.onlookers)]
 
     def _in_force(self) -> Epoch:
         return self.epoch if self.epoch is not None else Epoch.of(0, ())

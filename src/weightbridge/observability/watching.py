@@ -12,12 +12,14 @@ from weightbridge.coordinator.options import check_endpoint
 from weightbridge.coordinator.wire import WorkerSocket
 from weightbridge.errors import ConnectError, WorkerError
 from weightbridge.machine import messages as w
+from weightbridge.machine.session import Phase
 from weightbridge.machine.status import OBSERVER, Status, decode_for_observer
 
 __all__ = ["watch"]
 
 _POLL_SECONDS = 0.25
 _HEARTBEAT_SECONDS = 1.0
+_GONE_SECONDS = 2.0  # how long a hub that has hung up, or whose session has failed, is listened to
 
 
 def watch(
@@ -46,6 +48,8 @@ class _Watcher:
         self._asked_on = 0  # number of the connection that the Join went over
         self._begun = self._last_heard = time.monotonic()
         self._next_beat = 0.0
+        self._down_since: float | None = None  # the connection
+        self._has_failed = False  # the session, by its own Status; who and how comes with a Failure
         self._socket = WorkerSocket(endpoint, token)
         self._wake_read, self._wake_write = os.pipe()  # the socket's poll wants one; nobody wakes this loop
         self._join = w.Join(
@@ -74,8 +78,12 @@ class _Watcher:
     def _understood(self, data: bytes) -> w.Message:
         message = decode_for_observer(data)
         match message:
-            case w.Welcome() | Status():
+            case w.Welcome():
                 self._joined = True
+            case Status(phase=phase):
+                self._joined = True
+                self._over |= phase == Phase.CLOSED.value
+                self._has_failed |= phase == Phase.FAILED.value
             case w.Rejected(reason=reason):
                 raise ConnectError(
                     f"the session at {self._endpoint} does not let observers in: {reason}",
@@ -110,7 +118,22 @@ class _Watcher:
                 f"nobody answered at {self._endpoint} within {self._connect_timeout:g} s; is that where the trainers' rank 0 "
                 "listens, and does its job run?"
             )
-        if self._joined and now - self._last_heard > self._silence_timeout:
+        if self._joined:
+            self._check_hub(now)
+
+    def _check_hub(self, now: float) -> None:
+        if self._socket.is_connected:
+            self._down_since = None
+        elif self._down_since is None:
+            self._down_since = now
+        gone = self._down_since is not None and now - self._down_since > min(_GONE_SECONDS, self._silence_timeout)
+        if self._has_failed and (gone or now - self._last_heard > _GONE_SECONDS):
+            raise WorkerError(
+                f"the session at {self._endpoint} has failed; its workers' errors and logs say who and how", causes={}
+            )
+        if gone:
+            raise ConnectError(f"the hub at {self._endpoint} has closed its connection: it has ended, or died")
+        if now - self._last_heard > self._silence_timeout:
             raise ConnectError(
                 f"the hub at {self._endpoint} has said nothing for {now - self._last_heard:.0f} s: it has died, or cannot be "
                 "reached any more"
