@@ -29,6 +29,7 @@ from weightbridge.errors import LayoutError, PlanError, TransportError
 from weightbridge.layout import CopyTable, LiveTensor, SourceMap, decode_source_map, encode_source_map
 from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
+from weightbridge.machine import status
 from weightbridge.machine.events import Kind, Tag
 from weightbridge.plan import PlanOptions, Role, Topology, Worker, decode_plan, encode_plan, make_plan
 from weightbridge.program import decode_program, encode_program, lower
@@ -277,17 +278,19 @@ def _random_value(rng: random.Random, info: msgspec.inspect.Type) -> Any:
 class Messages(Target):
     """MessagePack of the control plane, as it comes out of a connection."""
 
-    name, weight = "messages", 40
-
-    def __init__(self, payloads: Sequence[bytes]) -> None:
+    def __init__(
+        self, name: str, weight: float, payloads: Sequence[bytes], decode: Callable[[bytes], w.Message]
+    ) -> None:
+        self.name, self.weight = name, weight
         self._samples = [Sample(p) for p in payloads]
+        self._decode = decode
 
     def draw(self, rng: random.Random) -> bytes:
         return rng.choice(self._samples).damaged(rng, self._samples)
 
     def feed(self, data: bytes) -> bool:
-        again = w.encode(w.decode(data))
-        if w.encode(w.decode(again)) != again:
+        again = w.encode(self._decode(data))
+        if w.encode(self._decode(again)) != again:
             raise Violation("a message that was understood does not survive being sent on")
         return True
 
@@ -512,7 +515,10 @@ def control_targets() -> list[Target]:
     return [
         Strangers(),
         Parts(payloads),
-        Messages(payloads),
+        Messages("messages", 38, payloads, w.decode),
+        Messages(
+            "statuses", 2, [w.encode(random_message(rng, status.Status)) for _ in range(5)], status.decode_for_observer
+        ),
         SourceMaps(4, maps, spec),
         # The digest covers what workers act upon; the bounds are a certificate, checked by whoever relies on it.
         Documents("plans", 3, [plan], lambda data: encode_plan(replace(decode_plan(data), bounds=bounds)), PlanError),

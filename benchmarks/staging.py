@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def map_of(case: Case) -> SourceMap:
         )
         for i, t in enumerate(case.live)
     )
-    rows = []
+    rows: list[Any] = []
     for i, (whole, part) in enumerate(zip(case.live, case.named, strict=True)):
         pitches = torch.empty(part.shape, device="meta").stride()
         start = part.storage_offset() - whole.storage_offset()
@@ -92,7 +93,7 @@ def measure(case: Case, samples: int) -> dict[str, Any]:
     source_map = map_of(case)
     live = _buffers(case.live, source_map)
     runs: dict[str, tuple[Callable[[], object], Callable[[], float]]] = {}
-    bound = {}
+    bound: dict[int, float] = {}
     for threads in (1, 2):
         copy = HostCopy(source_map, NativeKernels(threads))
         began = time.perf_counter()
@@ -100,17 +101,17 @@ def measure(case: Case, samples: int) -> dict[str, Any]:
             raise SystemExit(f"{case.name}: the host copy moves other bytes than are named")
         bound[threads] = time.perf_counter() - began
         clock = time.thread_time if threads == 1 else time.process_time
-        runs[f"capture_{threads}"] = (lambda copy=copy: copy.capture(live)), clock
-        runs[f"install_{threads}"] = (lambda copy=copy: copy.install(live)), clock
+        runs[f"capture_{threads}"] = partial(copy.capture, live), clock
+        runs[f"install_{threads}"] = partial(copy.install, live), clock
     away = [torch.empty_like(t) for t in case.named]
     out = list(zip(away, case.named, strict=True))
     back = [(source, target) for target, source in out]
-    runs["torch_capture"] = (lambda: _copy_all(out)), time.thread_time
-    runs["torch_install"] = (lambda: _copy_all(back)), time.thread_time
+    runs["torch_capture"] = partial(_copy_all, out), time.thread_time
+    runs["torch_install"] = partial(_copy_all, back), time.thread_time
     memcpy = ctypes.CDLL(None).memcpy
     a, b = torch.ones(case.nbytes, dtype=torch.uint8), torch.ones(case.nbytes, dtype=torch.uint8)
     arguments = ctypes.c_void_p(a.data_ptr()), ctypes.c_void_p(b.data_ptr()), ctypes.c_size_t(case.nbytes)
-    runs["memcpy"] = (lambda: memcpy(*arguments)), time.thread_time
+    runs["memcpy"] = partial(memcpy, *arguments), time.thread_time
     load = os.getloadavg()[0]
     seconds = _samples(runs, samples)
 

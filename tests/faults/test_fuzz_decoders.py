@@ -38,7 +38,9 @@ def test_control_messages_are_refused_or_make_sense() -> None:
     assert sum(o.cases for o in outcomes.values()) >= 20_000
     assert outcomes["strangers"].refused == outcomes["strangers"].cases > 300
     # Damage that is always refused at the first byte would show nothing.
-    assert all(outcomes[n].understood > 10 for n in ("parts", "messages", "maps", "plans", "tags", "sessions"))
+    assert all(
+        outcomes[n].understood > 10 for n in ("parts", "messages", "statuses", "maps", "plans", "tags", "sessions")
+    )
 
 
 def test_data_frames_and_handshakes_let_nothing_in() -> None:

@@ -67,6 +67,11 @@ class ProgressThread:
             self._thread.join(self._options.heartbeat_timeout_seconds + _GRACE_SECONDS)
 
     @property
+    def ended(self) -> bool:
+        """Nothing is done here any more."""
+        return not self._thread.is_alive()
+
+    @property
     def plan(self) -> Plan | None:
         return self._plan
 

@@ -129,7 +129,8 @@ class Seat:
             self.post(w.Goodbye())
         self.progress.close()
         self.control.close()
-        self._host = None  # its memory goes with the last thread that uses it
+        if self.progress.ended:  # else a kernel may still be bound to it: it stays
+            self._host = None
 
     # --- for the worker's own thread --------------------------------------------------------------------------------------
 
@@ -216,6 +217,8 @@ class Seat:
             self._source_map = source_map
             self._carried = staging_tensors(source_map)
             self._live = LiveMemory(source_map.live)
+            # Kernels are bound to the old one until the progress thread has stopped the attempt that they belong to.
+            self.progress.submit(0, partial(_let_go, self._host))
             self._host = HostCopy(source_map, choose_kernels(self.options.kernels)) if self.staged else None
         return self._host.buffers if self._host is not None else self._live_buffers()
 
@@ -462,3 +465,7 @@ class Seat:
                 version=version, stalled_at=stalled_at, resumed_at=resumed_at, sent=moved.sent, received=moved.received
             )
         )
+
+
+def _let_go(host: HostCopy | None) -> None:
+    """Nothing: the last reference to it goes with the call."""

@@ -101,6 +101,8 @@ class _EngineWorker:
                 update_timeout_seconds=config.update_timeout_seconds,
                 slot_bytes=config.slot_bytes,
                 bandwidth=config.bandwidth,
+                # a step takes 0.2 s and more here, deciding a few milliseconds: each further poll is waited for in vain
+                window=1,
             ),
             before_update_hook=lambda version: arm_fault(config, name, version),
         )
