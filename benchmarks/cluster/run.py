@@ -124,6 +124,8 @@ class Session:
         return updates[self._settings.warmups :], memory, told
 
     def stop(self) -> None:
+        """A worker that still polled when its neighbour had left would be told, rightly, that its engine is broken."""
+        self.ask(self.names, {"kind": "rest"}, "resting", 60)
         self.ask(self.names, {"kind": "stop"}, "stopped", 60)
 
     def prepare(self, version: int) -> None:

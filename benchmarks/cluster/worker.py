@@ -1,8 +1,8 @@
 """One worker process: `worker CHANNEL_FD`. Its first order says who it is; then it follows orders until told to stop.
 
 settle: all are connected, memory is measured from here on. prepare: a trainer takes on the values of a version. go: carry that
-version over. verify: a rollout worker compares every element. memory, stop. Every time stamp is CLOCK_MONOTONIC, one clock
-for the whole machine.
+version over. verify: a rollout worker compares every element. memory. rest: poll no more. stop, once all rest. Every time stamp
+is CLOCK_MONOTONIC, one clock for the whole machine.
 """
 
 from __future__ import annotations
@@ -132,10 +132,11 @@ def _run(channel: Channel) -> None:
         context.model.fill(0)
     method = _method(config["method"], context)
     before = resident_bytes()
-    connect_peak = 0
+    connect_peak, resting = 0, False
     channel.say("ready", **method.connect())
     while True:
-        method.idle()
+        if not resting:
+            method.idle()
         if channel.orders.empty():
             time.sleep(0.001)
             continue
@@ -159,6 +160,9 @@ def _run(channel: Channel) -> None:
                     "memory", model_bytes=context.model.nbytes, peak_extra_bytes=peak_bytes() - before,
                     connect_peak_extra_bytes=connect_peak,
                 )  # fmt: skip
+            case "rest":
+                resting = True
+                channel.say("resting")
             case _:
                 method.close()
                 channel.say("stopped")

@@ -14,7 +14,7 @@ from benchmarks.cluster.tracing import LANES, Recorder
 from tests.multiprocess import toy_job as toy
 
 from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter, progress
-from weightbridge.executor import KernelRan, Observation, Prepared
+from weightbridge.executor import KernelRan, Observation, Prepared, executor
 from weightbridge.kernels import Buffer, ReferenceKernels
 from weightbridge.machine import events as m
 from weightbridge.testing.ports import free_port
@@ -108,6 +108,21 @@ def test_kernels_are_bound_at_connect_and_again_only_for_memory_that_moved(prepa
         pair.update(6)
         assert prepared["all"] <= 2 * at_connect
     assert pair.wrong == []
+
+
+@pytest.mark.parametrize("worth_it", [True, False])
+def test_memory_freed_on_the_way_to_large_tables_goes_back_at_connect_alone(
+    worth_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(executor, "give_back_free_memory", lambda: asked.append(threading.current_thread().name))
+    if worth_it:
+        monkeypatch.setattr(executor, "_LARGE_TABLES_BYTES", 1)
+    with Pair() as pair:
+        at_connect = sorted(asked)
+        pair.update(1)
+    assert pair.wrong == []
+    assert sorted(asked) == at_connect == (["wb-progress-solo/0", "wb-progress-trainer/0"] if worth_it else [])
 
 
 def test_an_observer_is_told_of_every_step_of_a_worker() -> None:

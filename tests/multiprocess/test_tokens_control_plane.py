@@ -290,21 +290,22 @@ def said_through(hub: HubSocket, endpoint: str, words: list[bytes], at: int) -> 
         for word in words:
             worker.send(word)
         until = time.monotonic() + 10
-        while len(heard) < len(words) and time.monotonic() < until:
-            hub.poll(0.002)
-            events = list(hub.receive())
-            heard += [message for _, message in events if message is not None]
-            for source, sink in ((near, far), (far, near)):
-                if select.select([source], [], [], 0)[0]:
-                    data = bytearray(source.recv(65536))
-                    if not data:  # the hub has hung up; what it had heard before that may still lie there
-                        hub.poll(0.2)
-                        return heard + [message for _, message in hub.receive() if message is not None], passed
-                    if source is near:
-                        if passed <= at < passed + len(data):
-                            data[at - passed] ^= 4
-                        passed += len(data)
-                    sink.sendall(data)
+        has_hung_up = False
+        while len(heard) < len(words) and not has_hung_up and time.monotonic() < until:
+            try:
+                for source, sink in ((near, far), (far, near)):
+                    if select.select([source], [], [], 0.001)[0]:
+                        data = bytearray(source.recv(65536))
+                        has_hung_up = has_hung_up or not data
+                        if source is near:
+                            if passed <= at < passed + len(data):
+                                data[at - passed] ^= 4
+                            passed += len(data)
+                        sink.sendall(data)
+            except ConnectionError:
+                has_hung_up = True
+            hub.poll(0.2 if has_hung_up else 0.001)
+            heard += [message for _, message in hub.receive() if message is not None]
     return heard, passed
 
 
@@ -386,7 +387,7 @@ def peak_bytes(start_anew: bool = False) -> int:
 
 
 def test_strangers_cannot_fill_the_hubs_memory() -> None:
-    """500 MiB in five ways, by one stranger after another, and five hundred who stay: the peak hardly moves, and a worker is
+    """500 MiB in five ways, by one stranger after another, and two hundred who stay: the peak hardly moves, and a worker is
     heard all the while."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     stop, heard = threading.Event(), []
@@ -395,7 +396,7 @@ def test_strangers_cannot_fill_the_hubs_memory() -> None:
         with contextlib.closing(HubSocket(endpoint, TOKEN)) as hub:
             while not stop.is_set():
                 hub.poll(0.02)
-                heard.extend(message for _, message in hub.receive())
+                heard.extend(message for _, message in hub.receive() if message is not None)
 
     def is_heard(word: bytes) -> None:
         worker.send(word)
@@ -416,7 +417,7 @@ def test_strangers_cannot_fill_the_hubs_memory() -> None:
                 while num_bytes < FLOOD_BYTES:
                     num_bytes += flood(endpoint, first, repeated)
                 is_heard(name.encode())
-            for _ in range(500):
+            for _ in range(200):
                 held.append(dial(endpoint))
                 held[-1].sendall(_CURVE + b"\x06" + struct.pack(">Q", 60_000) + bytes(50_000))
             is_heard(b"after")

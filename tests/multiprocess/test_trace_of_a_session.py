@@ -98,6 +98,7 @@ def test_the_events_of_a_session_and_what_an_onlooker_sees(tmp_path: Path) -> No
     assert kinds(events, "solo/0") == ["Joined", "Connected", *3 * ["UpdateStarted", "Installed"], "SessionEnded"]
     phases = [x.phase for x in events if isinstance(x, e.PhaseChanged)]
     assert [p for p in phases if p not in ("ready", "updating")] == [
+        "gathering",
         "probing",
         "planning",
         "lowering",

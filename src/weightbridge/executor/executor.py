@@ -27,6 +27,7 @@ from weightbridge.errors import (
     WorkerError,
 )
 from weightbridge.executor.codecs import codec_named
+from weightbridge.executor.heap import give_back_free_memory
 from weightbridge.executor.lane import KernelLane, LaneDone, LaneFailed
 from weightbridge.executor.observation import KernelRan, Observation, Observe, Prepared
 from weightbridge.kernels.base import Buffer, Kernels
@@ -43,6 +44,7 @@ from weightbridge.transports.selection import Choice, choose_transport, open_tra
 __all__ = ["Aborted", "Endpoint", "Executor", "NetworkBytes"]
 
 _CONNECT_THREADS = 16
+_LARGE_TABLES_BYTES = 1 << 20  # of a program: what came before it took many times that, worth asking the allocator for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,8 @@ class Executor:
             [_merged(self._writes(k, post, post.segments["capacity_bytes"])) for post in round_.posts]
             for k, round_ in enumerate(self._program.rounds)
         ]
+        if sum(r.pack.nbytes + r.assemble.table.nbytes for r in self._program.rounds) >= _LARGE_TABLES_BYTES:
+            give_back_free_memory()
 
     def bind(self, live: Sequence[Buffer]) -> None:
         """Bind pack and assemble tables to the live tensors' memory (order of SourceMap.live).

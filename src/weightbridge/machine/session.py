@@ -440,8 +440,8 @@ class SessionMachine:
             kind=kind, causes=causes, poisoned=tuple(e for e in poisoned if e == side.name),
             version=update.version if update is not None else side.version,
         )  # fmt: skip
-        self._out += [Send(name, failure) for name in side.workers if name not in causes]
-        self._out += [Send(name, failure) for name in side.workers if name in causes and name not in self._doubted]
+        word = w.Closed() if state == "left" and not failure.poisoned else failure
+        self._out += [Send(name, word) for name in side.workers if name not in causes or name not in self._doubted]
         self._out.append(EngineNote(side.name, state, side.version, "; ".join(f"{n}: {c}" for n, c in causes.items())))
         for name in side.workers:
             self._awaited.discard(name)

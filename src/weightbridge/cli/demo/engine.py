@@ -75,7 +75,10 @@ class _EngineWorker:
         while not self._lock_step.stopped:
             generation.advance()
             self._pause()
-            if receiver.poll_requests():
+            updated = receiver.poll_requests()
+            if receiver.last_failure is not None:  # this engine is whole and could go on; a demo of failures ends here
+                raise receiver.last_failure
+            if updated:
                 self._report_digests(receiver.version)
                 self._channel.send(Phase(text=f"generating with version {receiver.version}"))
                 generation = self._new_generation()  # what was generated so far is another policy's, its cache too
@@ -147,6 +150,8 @@ class _EngineWorker:
                 receiver.poll_requests()
             except WeightBridgeError as named:
                 raise named from error
+            if receiver.last_failure is not None:
+                raise receiver.last_failure from error
             time.sleep(PAUSE_SECONDS)
 
 
