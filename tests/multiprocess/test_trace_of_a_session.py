@@ -105,7 +105,7 @@ def test_the_events_of_a_session_and_what_an_onlooker_sees(tmp_path: Path) -> No
         "connecting",
         "closed",
     ]
-    assert phases[4:-1] == ["ready", *3 * ["updating", "ready"]]
+    assert phases[5:-1] == ["ready", *3 * ["updating", "ready"]]
     finished = [x for x in events if isinstance(x, e.UpdateFinished)]
     assert [x.version for x in finished] == [5, 7, 9]
     installed = {x.version: x.stall_seconds for x in events if isinstance(x, e.Installed)}
