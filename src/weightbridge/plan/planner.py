@@ -27,11 +27,10 @@ class PlanOptions:
     """slot_bytes: most bytes one slot of one stage holds on any worker. alignment: bytes, where streams may be cut; a
     multiple of 64. epoch: number of this plan among the session's. min_rounds: cut into at least so many rounds, so that
     a small model still overlaps its stages. round_seconds: what one more round costs everybody whatever its size; with it
-    the planner weighs more rounds against a longer fill and drain. A worker with three posts and three awaits a round was
-    measured at 0.9 to 1.2 ms of CPU time (docs/design/0002-planning-at-scale.md). unit_bytes: as in `Plan`, a
-    multiple of `alignment`;
-    None: the coarsest that needs no more rounds and keeps every round even. balanced: False keeps the first LP's routes,
-    which hold the bound but crowd links in turn; for studies."""
+    the planner weighs more rounds against a longer fill and drain. Workers with 2 to 4 messages a round each way were
+    measured at 0.9 to 1.2 ms of CPU a round (docs/design/0002-planning-at-scale.md). unit_bytes: as in `Plan`, a multiple
+    of `alignment`; None: the coarsest that needs no more rounds and keeps every round even. balanced: False keeps the first
+    LP's routes, which hold the bound but crowd links in turn; for studies."""
 
     slot_bytes: int = 64 << 20
     alignment: int = 256
