@@ -23,6 +23,7 @@ from weightbridge.coordinator.hub import Hub
 from weightbridge.coordinator.wire import PART_BYTES, Assembly, HubSocket, WorkerSocket, cut
 from weightbridge.errors import ConnectError, TransportError, UsageError, WeightBridgeError
 from weightbridge.machine import messages as w
+from weightbridge.machine import session as s
 from weightbridge.testing.ports import free_port
 
 TOKEN = b"a shared secret"
@@ -401,6 +402,37 @@ def test_whatever_listens_before_the_hub_is_waited_out(monkeypatch: pytest.Monke
         life.say(name, w.Welcome(session=1))
         life.wait(lambda: len(life.heard) == 1, "the welcome")
         assert life.failures == []
+
+
+def test_the_worker_that_the_hub_lives_with_hears_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may exit on a word of the hub, and the hub with it, before the others are told."""
+    said: list[tuple[str, str]] = []
+    hub = Hub(
+        endpoint=f"tcp://127.0.0.1:{free_port()}",
+        spec=toy.checkpoint_spec(),
+        num_trainers=1,
+        engines=("e",),
+        options=Options(),
+    )
+    hub.close()
+    names = ("trainer/0", "trainer/1", "e/0")
+    hub._connections = {name: name.encode() for name in names}
+    hub._workers = {name.encode(): name for name in names}
+    hub._welcomes = {name.encode(): w.Welcome(session=1) for name in names}
+    monkeypatch.setattr(
+        hub, "_send", lambda connection, message: said.append((connection.decode(), type(message).__name__))
+    )
+    words = [s.Send(name, word) for word in (w.Ready(attempt=1), w.Heartbeat()) for name in names]
+    words = [*words[:4], s.Forget("trainer/0"), *words[4:]]
+    monkeypatch.setattr(hub._machine, "handle", lambda event, now: tuple(words))
+    hub._handle(s.Tick())
+    assert said == [
+        *((name, "Ready") for name in names[1:]),
+        *((name, "Heartbeat") for name in names[1:]),
+        ("trainer/0", "Ready"),
+        ("trainer/0", "Heartbeat"),
+    ]
+    assert set(hub._connections) == set(names[1:])
 
 
 # --- whole jobs -----------------------------------------------------------------------------------------------------------

@@ -168,7 +168,8 @@ class Hub:
         self._observe(phase)
 
     def _perform(self, event: s.SessionEvent) -> None:
-        for instruction in self._machine.handle(event, time.monotonic()):
+        # The worker in whose process the hub lives hears each word last: it may well exit on the spot, and the hub with it.
+        for instruction in sorted(self._machine.handle(event, time.monotonic()), key=_concerns_own_worker):
             match instruction:
                 case s.Send(worker=worker, message=message):
                     if isinstance(message, w.Report) and self.planned is not None:
@@ -241,3 +242,7 @@ def _planned(epoch: int, seconds: float, planned: Planned) -> events.Planned:
         at=time.time(), worker=s.HUB_WORKER, epoch=epoch, planning_seconds=seconds, pairs=planned.facts.num_pairs,
         rounds=planned.plan.rounds, ratio_to_bound=ratio,
     )  # fmt: skip
+
+
+def _concerns_own_worker(instruction: s.SessionInstruction) -> bool:
+    return isinstance(instruction, s.Send | s.Forget) and instruction.worker == s.HUB_WORKER
