@@ -6,7 +6,7 @@ from cffi import FFI
 
 _FOLDER = Path(__file__).parent
 # Later ones use earlier ones.
-_PARTS = ("moves", "transposes", "casts", "native", "differences", "fair_sharing", "digests")
+_PARTS = ("moves", "columns", "transposes", "casts", "native", "differences", "fair_sharing", "digests")
 _HEADER = (_FOLDER / "native.h").read_text()
 
 ffibuilder = FFI()

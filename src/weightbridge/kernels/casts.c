@@ -153,7 +153,7 @@ static void cast_to_run(int op, char *dst, const char *src, int64_t ss, int64_t 
         return;
     }
 #ifdef WB_AVX2
-    if (op < F64_TO_F32 && has_avx2()) {
+    if (op < F64_TO_F32 && vector_bytes() >= 32) {
         cast_avx2(op, dst, src, n);
         return;
     }
@@ -180,7 +180,7 @@ static void cast_streaming(int op, char *dst, const char *src, int64_t ss, int64
         if (most > n - i) most = n - i;
         if (n * size <= CAST_AHEAD_BYTES && ss == size) prefetch(next + i * size, most * size);
         cast_to_run(op, stage, src + i * ss, ss, most, size);
-        copy_streaming(dst + i * ds, stage, most * ds, stage);
+        copy_streaming(dst + i * ds, stage, most * ds, stage, 0);
     }
 }
 

@@ -206,10 +206,15 @@ static void run_copy(const wb_copy *c, int streaming) {
 
 /* [first, end) of the runs; none beyond num_runs is looked at. */
 static void run_runs(const wb_table *t, int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; i++) {
-        const wb_run *r = t->runs + i;
-        int64_t ahead = i + runs_ahead(r->nbytes);
-        copy_run(r->dst, r->src, r->nbytes, t->streaming, ahead < t->num_runs ? t->runs[ahead].src : r->src);
+    if (first == end) return;
+    const wb_run *const last = t->runs + t->num_runs - 1;
+    int64_t nbytes = 0, ahead = 0;
+    for (const wb_run *r = t->runs + first; r < t->runs + end; r++) {
+        if (r->nbytes != nbytes) nbytes = r->nbytes, ahead = runs_ahead(nbytes);
+        const wb_run *next = last - r > ahead ? r + ahead : last, *far = last - next > ahead ? next + ahead : last;
+        const int apart = t->streaming && lies_apart(r->src, nbytes, (r < last ? r + 1 : r)->src);
+        if (apart) ask_for_page(far->src, nbytes);
+        copy_run(r->dst, r->src, nbytes, t->streaming, next->src, apart);
     }
 }
 
@@ -237,6 +242,7 @@ static void *draw_batches(void *argument) {
 void wb_launch(const wb_table *table) {
     enum { MAX_THREADS = 16 };
     job j = {table, 0};
+    choose_stores();
     pthread_t threads[MAX_THREADS];
     int started = 0;
     while (started + 1 < table->num_threads && started < MAX_THREADS && started + 1 < table->num_batches)
@@ -251,10 +257,12 @@ void wb_launch(const wb_table *table) {
 /* writes: num_writes triples (source offset, destination offset, bytes), checked by the caller. */
 void wb_copy_writes(const char *source, char *destination, const int64_t *writes, int64_t num_writes) {
     int64_t total = 0;
+    choose_stores();
     for (int64_t i = 0; i < num_writes; i++) total += writes[3 * i + 2];
     for (int64_t i = 0; i < num_writes; i++) {
-        const int64_t *w = writes + 3 * i, *next = i + 1 < num_writes ? w + 3 : w;
-        copy_run(destination + w[1], source + w[0], w[2], total >= STREAM_WRITES_BYTES, source + next[0]);
+        const int64_t *w = writes + 3 * i;
+        const char *src = source + w[0], *next = source + (i + 1 < num_writes ? w + 3 : w)[0];
+        copy_run(destination + w[1], src, w[2], total >= STREAM_WRITES_BYTES, next, lies_apart(src, w[2], next));
     }
     streaming_fence();
 }

@@ -39,6 +39,9 @@ void wb_prepare(const wb_row *rows, int64_t num_rows, const uint64_t *sources, c
 void wb_launch(const wb_table *table);
 void wb_copy_writes(const char *source, char *destination, const int64_t *writes, int64_t num_writes);
 
+/* For tests: act as on a processor whose vectors have no more than `bytes` bytes, 16, 32 or 64. For the whole process. */
+void wb_limit_vectors(int bytes);
+
 /* A field whose second differences are taken, and the state between calls. start: of the rows of this call, first_row the
  * number of the first of them; row_step, col_step in bytes. An element holds a code when its lowest `shift` bits are zero
  * and the others less `first` are below `modulus`. predicted, slope: [cols], was_slow: [(cols + 1023) / 1024]; all zero at

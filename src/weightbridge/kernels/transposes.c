@@ -10,6 +10,7 @@
 #define STAGE_ROWS 256       /* elements along a in a stage of 64 bytes of b */
 #define LONG_STAGE_ROWS 1024 /* the same where b is shorter than a tile */
 #define STAGE_PAD 64         /* keeps the stage's own rows apart in the cache */
+#define DENSE_STAGE_BYTES 8192 /* of short destination rows, which are dense in it */
 #define AHEAD_ROWS 32        /* how many source rows ahead lines are asked for */
 #define DIRECT_ROW_BYTES 128 /* destination rows up to here need no stage; nor do dense ones that would not stream */
 
@@ -128,7 +129,7 @@ WB_INLINE void transpose_staged(char *dst, int64_t ds, const char *src, int64_t 
             int64_t b = nb - b0 >= n || nb < n ? b0 : nb - n, columns = nb - b < block_b ? nb - b : block_b;
             transpose_block(stage, pitch, src + a * ss + b * size, ss, rows, columns, readable, size);
             for (int64_t i = 0; i < columns; i++)
-                copy_run(dst + (b + i) * ds + a * size, stage + i * pitch, rows * size, streaming, stage);
+                copy_run(dst + (b + i) * ds + a * size, stage + i * pitch, rows * size, streaming, stage, 0);
         }
     }
 }
@@ -158,8 +159,9 @@ WB_INLINE void transpose_sized(char *dst, int64_t ds, const char *src, int64_t s
     }
 }
 
-WB_INLINE void transpose_any(char *dst, int64_t ds, const char *src, int64_t ss, int64_t na, int64_t nb, int streaming,
-                             int64_t size) {
+/* Not inlined: of two copies of all that is above both would be slower. */
+WB_NOINLINE static void transpose_any(char *dst, int64_t ds, const char *src, int64_t ss, int64_t na, int64_t nb,
+                                      int streaming, int64_t size) {
     switch (size) {
     case 1: transpose_sized(dst, ds, src, ss, na, nb, streaming, 1); break;
     case 2: transpose_sized(dst, ds, src, ss, na, nb, streaming, 2); break;
@@ -168,8 +170,24 @@ WB_INLINE void transpose_any(char *dst, int64_t ds, const char *src, int64_t ss,
     }
 }
 
+/* Short destination rows, one right after the other: gathered in a stage, they leave it in whole cache lines. */
+static void transpose_through_stage(char *dst, const char *src, int64_t ss, int64_t na, int64_t nb, int64_t size) {
+    char stage[DENSE_STAGE_BYTES] __attribute__((aligned(64)));
+    const int64_t row = na * size, block = DENSE_STAGE_BYTES / row & ~(int64_t)63;
+    for (int64_t b = 0; b < nb; b += block) {
+        int64_t rows = nb - b < block ? nb - b : block;
+        transpose_any(stage, row, src + b * size, ss, na, rows, 0, size);
+        copy_streaming(dst + b * row, stage, rows * row, stage, 0);
+    }
+}
+
 static void transpose(char *dst, int64_t ds, const char *src, int64_t ss, int64_t na, int64_t nb, int64_t size,
                       int streaming) {
+    if (take_columns_apart(dst, ds, src, ss, na, nb, size, streaming)) return;
+    if (streaming && ds == na * size && ds >= 16 && ds <= DIRECT_ROW_BYTES && nb * ds >= 4 * DENSE_STAGE_BYTES) {
+        transpose_through_stage(dst, src, ss, na, nb, size);
+        return;
+    }
     transpose_any(dst, ds, src, ss, na, nb, streaming, size);
 }
 #else
