@@ -137,7 +137,8 @@ class TransportSuite:
         """No thread and no descriptor outlives its transport, in any test."""
         before = _resources()
         yield
-        assert _resources() == before
+        after = _resources()
+        assert after == before, f"threads and number of descriptors were {before}, are {after}"
 
     # --- bytes and tags ---------------------------------------------------------------------------------------------------
 
