@@ -13,6 +13,7 @@ from weightbridge.coordinator.gate import Gate
 from weightbridge.errors import TransferTimeout
 from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
+from weightbridge.machine.agreement_words import for_member, of_member
 from weightbridge.machine.session import HUB_WORKER
 
 __all__ = ["StepAgreement"]
@@ -75,23 +76,10 @@ class StepAgreement:
 
     def hear(self, message: w.Message) -> None:
         """A word of the hub about the agreement; anything else is ignored."""
-        match message:
-            case w.Propose(request=request, connect=connect):
-                if connect:
-                    self._connect_requests.add(request)
-                self._feed(a.Proposed(request))
-            case w.Commit(request=request, target=target):
-                self._feed(a.Committed(request, target))
-            case w.InstallNow(request=request):
-                self._feed(a.InstallAllowed(request))
-            case w.AskIdle(request=request, attempt=attempt):
-                self._feed(a.IdleAsked(request, attempt))
-            case w.IdleInstall(request=request, attempt=attempt):
-                self._feed(a.IdleInstall(request, attempt))
-            case w.IdleRelease(request=request, attempt=attempt):
-                self._feed(a.IdleReleased(request, attempt))
-            case w.StopRequest(request=request):
-                self._feed(a.Aborted(request))
+        if isinstance(message, w.Propose) and message.connect:
+            self._connect_requests.add(message.request)
+        if (event := for_member(message)) is not None:
+            self._feed(event)
 
     def reached(self, count: int) -> None:
         self._feed(a.Reached(count))
@@ -133,16 +121,9 @@ class StepAgreement:
                 case a.CancelInstall():
                     with self._changed:
                         self._install = None
-                case a.SendPromise(request=request, bound=bound):
-                    self._post(w.Promise(request=request, bound=bound))
-                case a.SendIdle(request=request, attempt=attempt, held=held, count=count):
-                    self._post(w.IdleAnswer(request=request, attempt=attempt, held=held, count=count))
-                case a.SendParked(request=request):
-                    self._post(w.Parked(request=request))
-                case a.SendInstalled(request=request):
-                    self._post(w.Installed(request=request))
-                case a.SendAborted(request=request):
-                    self._post(w.Stopped(request=request))
+                case _:
+                    if (message := of_member(instruction)) is not None:
+                        self._post(message)
 
     def _begin_install(self, request: int, idle: bool) -> None:
         if idle:

@@ -20,8 +20,9 @@ from collections.abc import Iterable
 
 from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
+from weightbridge.machine.agreement_words import for_leader, of_leader
 from weightbridge.machine.roster import TRAINERS, Epoch, Roster, Side, SideState
-from weightbridge.machine.session_aloud import aloud, answered, awaited, who_is_silent
+from weightbridge.machine.session_waits import awaited, who_is_silent
 from weightbridge.machine.session_words import (
     Admit,
     Disconnected,
@@ -627,7 +628,7 @@ class SessionMachine:
             case w.Goodbye():
                 self._left(worker, side, now)
             case _:  # a heartbeat has done its work by arriving; words that a worker does not say are ignored
-                if (answer := answered(side.rank_of(worker), message)) is not None:
+                if (answer := for_leader(side.rank_of(worker), message)) is not None:
                     self._lead(side, answer, now)
                 if isinstance(message, w.Promise):
                     self._lead(side, a.Tick(), now)  # an idle engine need not wait for the timer
@@ -667,11 +668,12 @@ class SessionMachine:
         """Pass an event to an engine's agreement and say aloud what it answers."""
         if side.leader is None:
             return
+        connect = side.state is SideState.PROBING
         for instruction in side.leader.handle(event):
             if isinstance(instruction, a.Agreed):
                 self._agreed(side, now)
-            elif (word := aloud(side, instruction)) is not None:
-                self._out.append(word)
+            elif (word := of_leader(instruction, connect=connect)) is not None:
+                self._out.append(Send(side.joins[word[0]].worker, word[1]))
 
     # --- time and failure -------------------------------------------------------------------------------------------------
 

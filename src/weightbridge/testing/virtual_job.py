@@ -23,6 +23,7 @@ from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
 from weightbridge.machine import worker as m
+from weightbridge.machine.agreement_words import for_member, of_member
 
 __all__ = ["FAULTS", "PHASES", "Fault", "Outcome", "VirtualJob", "Wrong"]
 
@@ -162,23 +163,10 @@ class _Worker:
         self.changed()
 
     def _hear_agreement(self, message: w.Message) -> None:
-        match message:
-            case w.Propose(request=r, connect=connect):
-                if connect:
-                    self.connects.add(r)
-                self.feed(a.Proposed(r))
-            case w.Commit(request=r, target=target):
-                self.feed(a.Committed(r, target))
-            case w.InstallNow(request=r):
-                self.feed(a.InstallAllowed(r))
-            case w.AskIdle(request=r, attempt=n):
-                self.feed(a.IdleAsked(r, n))
-            case w.IdleInstall(request=r, attempt=n):
-                self.feed(a.IdleInstall(r, n))
-            case w.IdleRelease(request=r, attempt=n):
-                self.feed(a.IdleReleased(r, n))
-            case w.StopRequest(request=r):
-                self.feed(a.Aborted(r))
+        if isinstance(message, w.Propose) and message.connect:
+            self.connects.add(message.request)
+        if (event := for_member(message)) is not None:
+            self.feed(event)
 
     def feed(self, event: a.MemberEvent) -> None:
         for do in self.member.handle(event):
@@ -189,20 +177,13 @@ class _Worker:
                     self.gate = value
                 case a.TryLock():
                     self.feed(a.LockTried(False, self.count))
-                case a.SendPromise(request=r, bound=bound):
-                    self.job.to_hub(self, w.Promise(request=r, bound=bound))
-                case a.SendIdle(request=r, attempt=n, held=held, count=count):
-                    self.job.to_hub(self, w.IdleAnswer(request=r, attempt=n, held=held, count=count))
-                case a.SendParked(request=r):
-                    self.job.to_hub(self, w.Parked(request=r))
-                case a.SendInstalled(request=r):
-                    self.job.to_hub(self, w.Installed(request=r))
-                case a.SendAborted(request=r):
-                    self.job.to_hub(self, w.Stopped(request=r))
                 case a.Install(request=r):
                     self.soon(lambda r=r: self.serve(r))  # type: ignore[misc]
                 case a.CancelInstall():
                     self.serving = None
+                case _:
+                    if (message := of_member(do)) is not None:
+                        self.job.to_hub(self, message)
 
     def perform(self, todo: Iterable[m.Do]) -> None:
         for do in todo:

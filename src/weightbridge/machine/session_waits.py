@@ -1,55 +1,14 @@
-"""What the session machine hears and says: an agreement's instructions as messages, and who is being waited for, in words."""
+"""Who is silent, and who is being waited for, in words: what the session machine says when a deadline has passed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from weightbridge.machine import agreement as a
-from weightbridge.machine import messages as w
-from weightbridge.machine.roster import Roster, Side, SideState
-from weightbridge.machine.session_words import Phase, Send, SessionTimeouts
+from weightbridge.machine.roster import Roster, Side
+from weightbridge.machine.session_words import Phase, SessionTimeouts
 from weightbridge.machine.update import Update
 
-__all__ = ["aloud", "answered", "awaited", "who_is_silent"]
-
-
-def aloud(side: Side, instruction: a.LeaderInstruction) -> Send | None:
-    """The message that an instruction of the engine's leader stands for, if it stands for one."""
-    match instruction:
-        case a.SendPropose(member=m, request=r):
-            connect = side.state is SideState.PROBING
-            message: w.Message = w.Propose(request=r, connect=connect)
-        case a.SendCommit(member=m, request=r, target=target):
-            message = w.Commit(request=r, target=target)
-        case a.SendInstall(member=m, request=r):
-            message = w.InstallNow(request=r)
-        case a.AskIdle(member=m, request=r, attempt=n):
-            message = w.AskIdle(request=r, attempt=n)
-        case a.SendIdleInstall(member=m, request=r, attempt=n):
-            message = w.IdleInstall(request=r, attempt=n)
-        case a.SendIdleRelease(member=m, request=r, attempt=n):
-            message = w.IdleRelease(request=r, attempt=n)
-        case a.SendAbort(member=m, request=r):
-            message = w.StopRequest(request=r)
-        case _:  # told to the session, which asked for it or waits for Resumed instead
-            return None
-    return Send(side.joins[m].worker, message)
-
-
-def answered(rank: int, message: w.Message) -> a.LeaderEvent | None:
-    """What a member's message tells the leader of its engine's agreement, if it is one of those."""
-    match message:
-        case w.Promise(request=request, bound=bound):
-            return a.PromiseFrom(rank, request, bound)
-        case w.Parked(request=request):
-            return a.ParkedFrom(rank, request)
-        case w.IdleAnswer(request=request, attempt=attempt, held=held, count=count):
-            return a.IdleFrom(rank, request, attempt, held, count)
-        case w.Installed(request=request):
-            return a.InstalledFrom(rank, request)
-        case w.Stopped(request=request):
-            return a.AbortedFrom(rank, request)
-    return None
+__all__ = ["awaited", "who_is_silent"]
 
 
 def who_is_silent(
