@@ -86,7 +86,7 @@ def _assert_recovered(outcome: Outcome, where: str) -> None:
     assert not outcome.poisoned, where
 
 
-@pytest.mark.parametrize(("kind", "victim"), itertools.product(("kill", "cut"), VICTIMS[2:]))
+@pytest.mark.parametrize(("kind", "victim"), list(itertools.product(("kill", "cut"), VICTIMS[2:])))
 def test_with_drop_a_version_goes_to_the_engines_that_are_left(kind: str, victim: str) -> None:
     engine = victim.split("/")[0]
     other = "b" if engine == "a" else "a"

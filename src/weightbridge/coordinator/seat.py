@@ -377,7 +377,7 @@ class Seat:
                     events.UpdateFinished, version=message.version, ewtt_seconds=message.ewtt_seconds,
                     agst_seconds=message.agst_seconds, ideal_seconds=message.ideal_seconds,
                     network_bytes=message.network_bytes, slowest_worker=message.slowest_worker, attempts=message.attempts,
-                    superseded="superseded" in message.engines.values(),
+                    superseded=message.superseded,
                 )  # fmt: skip
             case w.UpdateFailed():
                 self.tell(

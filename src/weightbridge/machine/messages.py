@@ -366,6 +366,11 @@ class Report(Message, frozen=True):
     slowest_worker: Name = ""
     ideal_seconds: float = 0.0
 
+    @property
+    def superseded(self) -> bool:
+        """Whether an engine left the version out for a newer one."""
+        return "superseded" in self.engines.values()
+
 
 _ALL = (
     Join | Welcome | Rejected | Heartbeat | Goodbye | Closed | Ready | WorkerFailed | Failure | Heard | RunProbe

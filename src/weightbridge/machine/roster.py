@@ -34,6 +34,7 @@ class Side:
     since: float  # when its present state began
     state: SideState = SideState.GATHERING
     joins: dict[int, w.Join] = field(default_factory=dict)  # by rank
+    workers: list[str] = field(default_factory=list)  # names, by rank
     maps: dict[str, bytes] = field(default_factory=dict)  # by worker
     step: int = 0  # of what its workers say to each other while they probe
     words: dict[str, bytes] = field(default_factory=dict)  # by worker, at this step
@@ -46,11 +47,6 @@ class Side:
     @property
     def is_engine(self) -> bool:
         return self.name != TRAINERS
-
-    @property
-    def workers(self) -> list[str]:
-        """By rank."""
-        return [self.joins[rank].worker for rank in sorted(self.joins)]
 
     @property
     def complete(self) -> bool:
@@ -124,7 +120,7 @@ class Roster:
     def __init__(self, *, spec_digest: str, num_trainers: int, engines: Iterable[str], now: float) -> None:
         """engines: those that have to come before the first plan is made, in this order."""
         self._spec_digest = spec_digest
-        self._required = (TRAINERS, *engines)
+        self._required = dict.fromkeys((TRAINERS, *engines))  # ordered, and looked up for each engine
         self.sides: dict[str, Side] = {TRAINERS: Side(name=TRAINERS, size=num_trainers, since=now)}
         self.side_of: dict[str, Side] = {}  # by worker
 
@@ -163,6 +159,7 @@ class Roster:
         if side is None:
             side = self.sides[join.engine] = Side(name=join.engine, size=join.size, since=now)
         side.joins[join.rank] = join
+        side.workers = [side.joins[rank].worker for rank in sorted(side.joins)]
         side.version = max(side.version, join.version)
         self.side_of[join.worker] = side
         return side

@@ -41,7 +41,8 @@ from weightbridge.machine.session_words import (
     SessionPolicy,
     SessionTimeouts,
     Tick,
-)  # fmt: skip
+)
+from weightbridge.machine.status import OBSERVER
 from weightbridge.machine.update import Update
 
 __all__ = [
@@ -55,9 +56,6 @@ LEADER_TICK_SECONDS = 0.2
 
 HUB_WORKER = "trainer/0"
 """The worker whose process the hub lives in."""
-
-ONLOOKER = "observer"
-"""The role in the Join of one who only looks on."""
 
 HEARD_SECONDS = 1.0
 """How long the hub waits for others to confirm a failure (the dead never will) before it tells its own worker."""
@@ -73,9 +71,10 @@ class SessionMachine:
         """engines: names of the engines that have to join before the session is ready; others may join at any time."""
         self.session = session
         self.phase = Phase.GATHERING
-        self.version, self.attempt = -1, 0  # the newest that was ever begun here, or that an engine brought along
+        self.version = -1  # the newest that was ever begun here, or that an engine brought along
+        self.attempt = 0
         self.roster = Roster(spec_digest=spec_digest, num_trainers=num_trainers, engines=engines, now=now)
-        self.epoch: Epoch | None = None  # in force
+        self.epoch = Epoch.of(0, ())  # in force
         self.update: Update | None = None
         self._timeouts = timeouts
         self._policy = policy or SessionPolicy()
@@ -119,7 +118,8 @@ class SessionMachine:
                 self._plan_refused(event, now)
             case Tick():
                 self._tick(now)
-        if not self._over:
+        beat = isinstance(event, Received) and isinstance(event.message, w.Heartbeat)  # most of what comes, and no news
+        if not self._over and not beat:
             self._advance(now)
         return tuple(self._out)
 
@@ -130,7 +130,7 @@ class SessionMachine:
     # --- joining and probing ----------------------------------------------------------------------------------------------
 
     def _join(self, connection: bytes, join: w.Join, now: float) -> None:
-        if join.role == ONLOOKER and not self._over:
+        if join.role == OBSERVER and not self._over:
             self.onlookers[join.worker] = now
             self._out.append(Admit(connection, join.worker, w.Welcome(session=self.session)))
             return
@@ -141,7 +141,8 @@ class SessionMachine:
         else:
             reason = self.roster.why_not(join)
         if reason:
-            again = self._over or join.worker in self.roster.side_of
+            # What may pass: the end of an old session, and a dead engine that has not been noticed yet.
+            again = self._over or (join.engine != TRAINERS and join.worker in self.roster.side_of)
             self._out.append(Refuse(connection, w.Rejected(reason=reason, again=again)))
             return
         side = self.roster.add(join, now)
@@ -213,7 +214,7 @@ class SessionMachine:
                 self._enter(Phase.GATHERING, now)
             return
         in_force = self._next_epoch or self.epoch
-        if in_force is not None and in_force.planned and in_force.sides == wanted:
+        if in_force.planned and in_force.sides == wanted:
             return
         self._epochs += 1
         self._next_epoch = Epoch.of(self._epochs, wanted)
@@ -236,16 +237,16 @@ class SessionMachine:
         if planned is None or planned.number != refused.epoch:
             return
         self._next_epoch = None
-        old = self.epoch.sides if self.epoch is not None else ()
+        old = self.epoch.sides
         newcomers = {n: refused.reason for side in planned.sides if side not in old for n in side.workers}
-        if not self._been_ready or not newcomers or self.epoch is None:
+        if not self._been_ready or not newcomers or not old:
             self._fail({"planner": refused.reason}, refused.kind)
         else:
             self._lose(newcomers, refused.kind, now)
 
     def _prepare(self, plan: bytes, now: float) -> None:
         """A new attempt of the epoch in force. plan: b"" when its members have it."""
-        epoch = self._in_force()
+        epoch = self.epoch
         self.attempt += 1
         self._endpoints, self._connected = {}, set()
         self._enter(Phase.LOWERING, now)
@@ -253,9 +254,9 @@ class SessionMachine:
         epoch.plan = b""  # the members hold it now
 
     def _program_ready(self, worker: str, message: w.ProgramReady, now: float) -> None:
-        if self.phase is not Phase.LOWERING or message.attempt != self.attempt or worker not in self._in_force().order:
+        if self.phase is not Phase.LOWERING or message.attempt != self.attempt or worker not in self.epoch.order:
             return
-        epoch = self._in_force()
+        epoch = self.epoch
         if message.plan_digest != epoch.digest:
             reason = (
                 f"holds plan {message.plan_digest}, the session runs {epoch.digest}; install one version everywhere"
@@ -268,18 +269,14 @@ class SessionMachine:
             self._to_members(w.ConnectPeers(attempt=self.attempt, peers=self._endpoints))
 
     def _worker_connected(self, worker: str, message: w.Connected, now: float) -> None:
-        if (
-            self.phase is not Phase.CONNECTING
-            or message.attempt != self.attempt
-            or worker not in self._in_force().order
-        ):
+        if self.phase is not Phase.CONNECTING or message.attempt != self.attempt or worker not in self.epoch.order:
             return
         self._connected.add(worker)
-        if len(self._connected) == len(self._in_force().order):
+        if len(self._connected) == len(self.epoch.order):
             self._been_ready, self._broken_connects = True, 0
-            self.version = max(self.version, *(side.version for side in self._in_force().sides))
+            self.version = max(self.version, *(side.version for side in self.epoch.sides))
             self._enter(Phase.READY, now)
-            staged = any(side.staged for side in self._in_force().sides if side.is_engine)
+            staged = any(side.staged for side in self.epoch.sides if side.is_engine)
             self._to_members(w.Ready(attempt=self.attempt, version=self.version, staged=staged))
 
     # --- update -----------------------------------------------------------------------------------------------------------
@@ -312,7 +309,7 @@ class SessionMachine:
                 self._begin_again(self.update, now)
             return
         version = self._wanted
-        epoch = self._in_force()
+        epoch = self.epoch
         if version is None or any(s.leader is not None and not s.leader.at_rest for s in epoch.sides if s.is_engine):
             return
         self._send_ready = {}
@@ -332,7 +329,7 @@ class SessionMachine:
 
     def _begin_again(self, update: Update, now: float) -> None:
         self._retry = False
-        update.engines = {side.name: side for side in self._in_force().sides if side.is_engine}
+        update.engines = {side.name: side for side in self.epoch.sides if side.is_engine}
         update.again(self.attempt)
         self._begin(update, now)
 
@@ -367,15 +364,12 @@ class SessionMachine:
             return
         update.transferred.add(worker)
         side = self.roster.side_of[worker]
-        if not side.is_engine or side.name in update.committed or not update.transferred.issuperset(side.workers):
-            self._finish_if_done(now)
-            return
-        update.committed.add(side.name)
-        for name in side.workers:
+        if side.is_engine and side.name not in update.committed and update.transferred.issuperset(side.workers):
+            update.committed.add(side.name)
             done = w.Committed(version=update.version, attempt=update.attempt, request=side.request)
-            self._out.append(Send(name, done))
-        if side.staged and not update.done(side):
-            self._start(side, now)
+            self._out += [Send(name, done) for name in side.workers]
+            if side.staged and not update.done(side):
+                self._start(side, now)
         self._finish_if_done(now)
 
     def _worker_resumed(self, worker: str, message: w.Resumed, now: float) -> None:
@@ -435,13 +429,12 @@ class SessionMachine:
     def _drop(self, side: Side, causes: dict[str, str], kind: str, now: float, *, state: str = "lost") -> None:
         """The engine is out of the session; its workers that may still listen are told why."""
         update = self.update
-        part = update is not None and side.name in update.engines
-        poisoned = update.poisoned(causes) if update is not None and part else ()
+        poisoned = update is not None and side.name in update.poisoned(causes)
         failure = w.Failure(
-            kind=kind, causes=causes, poisoned=tuple(e for e in poisoned if e == side.name),
+            kind=kind, causes=causes, poisoned=(side.name,) if poisoned else (),
             version=update.version if update is not None else side.version,
         )  # fmt: skip
-        word = w.Closed() if state == "left" and not failure.poisoned else failure
+        word = w.Closed() if state == "left" and not poisoned else failure
         self._out += [Send(name, word) for name in side.workers if name not in causes or name not in self._doubted]
         self._out.append(EngineNote(side.name, state, side.version, "; ".join(f"{n}: {c}" for n, c in causes.items())))
         for name in side.workers:
@@ -453,9 +446,9 @@ class SessionMachine:
         self.roster.remove(side)
         if self._next_epoch is not None and side in self._next_epoch.sides and self._next_epoch.planned:
             self._next_epoch = None
-        if self.epoch is None or side not in self.epoch.sides:
+        if side not in self.epoch.sides:
             return
-        self._out_of_epoch(side, workers, causes, kind, now, poisoned=side.name in poisoned)
+        self._out_of_epoch(side, workers, causes, kind, now, poisoned=poisoned)
 
     def _out_of_epoch(
         self, side: Side, workers: list[str], causes: dict[str, str], kind: str, now: float, *, poisoned: bool
@@ -484,10 +477,8 @@ class SessionMachine:
 
     def _break_epoch(self) -> None:
         """The epoch in force has lost a member: it serves no further attempt."""
-        if self.epoch is not None:
-            self.epoch = Epoch.of(
-                self.epoch.number, tuple(s for s in self.epoch.sides if self.roster.sides.get(s.name) is s)
-            )
+        left = tuple(s for s in self.epoch.sides if self.roster.sides.get(s.name) is s)
+        self.epoch = Epoch.of(self.epoch.number, left)
 
     def _attempt_failed(self, worker: str, message: w.AttemptFailed, now: float) -> None:
         """Somebody cannot reach somebody. Who is dead shows when all are asked to stop."""
@@ -517,7 +508,7 @@ class SessionMachine:
 
     def _abort(self, now: float) -> None:
         """Everybody stops moving; what comes next is decided when all have said so."""
-        self._awaited = set(self._in_force().order)
+        self._awaited = set(self.epoch.order)
         self._to_members(w.AbortAttempt(attempt=self.attempt))
         self._enter(Phase.ABORTING, now)
         if not self._awaited:
@@ -544,10 +535,10 @@ class SessionMachine:
                 return
         if self._given_up is not None and update is not None:
             self._end_update(update, self._given_up, now)
-        if self._in_force().planned:
+        if self.epoch.planned:
             self._prepare(b"", now)
         else:
-            self.epoch = None
+            self.epoch = Epoch.of(0, ())
             self._enter(Phase.PLANNING, now)
 
     def _judge(self, update: Update, now: float) -> None:
@@ -752,7 +743,7 @@ class SessionMachine:
 
     def waiting_for(self) -> list[tuple[str, str]]:
         """(worker, what is awaited from it) now."""
-        order, trainers = self._in_force().order, self.roster.trainers.workers
+        order, trainers = self.epoch.order, self.roster.trainers.workers
         missing = {
             Phase.LOWERING: [n for n in order if n not in self._endpoints],
             Phase.CONNECTING: [n for n in order if n not in self._connected],
@@ -795,8 +786,5 @@ class SessionMachine:
         if phase is Phase.CLOSED:  # in good order: engines go on with the weights they have
             self._out += [Send(name, w.Closed()) for name in (*self.roster.side_of, *self.onlookers)]
 
-    def _in_force(self) -> Epoch:
-        return self.epoch if self.epoch is not None else Epoch.of(0, ())
-
     def _to_members(self, message: w.Message) -> None:
-        self._out += [Send(name, message) for name in self._in_force().order if name in self.roster.side_of]
+        self._out += [Send(name, message) for name in self.epoch.order if name in self.roster.side_of]

@@ -27,7 +27,7 @@ def status_of(machine: SessionMachine, updates: Sequence[UpdateStatus], now: flo
         session=machine.session,
         phase=machine.phase.value,
         phase_seconds=max(0.0, now - machine.since),
-        epoch=machine.epoch.number if machine.epoch is not None else 0,
+        epoch=machine.epoch.number,
         attempt=machine.attempt,
         version=machine.version,
         in_flight=-1 if update is None else update.version,

@@ -40,12 +40,15 @@ class Update:
 
     @property
     def workers(self) -> list[str]:
-        return [*self.trainers.workers, *(n for side in self.engines.values() for n in side.workers)]
+        return [name for side in self._sides() for name in side.workers]
+
+    def _sides(self) -> tuple[Side, ...]:
+        return (self.trainers, *self.engines.values())
 
     @property
     def moved(self) -> bool:
         """Everybody has done its part of the transfer."""
-        return self.transferred.issuperset(self.workers)
+        return all(name in self.transferred for side in self._sides() for name in side.workers)
 
     def done(self, side: Side) -> bool:
         """An engine serves the version, or leaves it out; the trainers go on."""
@@ -53,7 +56,7 @@ class Update:
 
     @property
     def finished(self) -> bool:
-        return self.moved and all(self.done(side) for side in (self.trainers, *self.engines.values()))
+        return self.moved and all(self.done(side) for side in self._sides())
 
     def again(self, attempt: int) -> None:
         """A new attempt: every byte travels again. Engines that stand still and wait keep standing; direct ones that

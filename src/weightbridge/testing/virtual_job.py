@@ -473,7 +473,7 @@ class VirtualJob:
     # --- the data plane -----------------------------------------------------------------------------------------------------
 
     def peers(self, worker: _Worker) -> list[_Worker]:
-        members = self.hub.epoch.order if self.hub.epoch is not None else ()
+        members = self.hub.epoch.order
         others = [self.workers[n] for n in members if n != worker.name]
         return [x for x in others if x.engine or worker.engine]
 
@@ -496,7 +496,7 @@ class VirtualJob:
         worker.finish_moving(version, attempt)
 
     def group(self, rank: int, attempt: int) -> list[_Worker]:
-        members = self.hub.epoch.order if self.hub.epoch is not None else ()
+        members = self.hub.epoch.order
         return [self.workers[n] for n in members if self.workers[n].engine and self.workers[n].rank == rank]
 
     def _send(self, worker: _Worker, to: _Worker, version: int, attempt: int, piece: int, phase: str) -> None:
