@@ -14,6 +14,7 @@ import torch
 from tests.multiprocess import toy_job as toy
 
 from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter, UpdateReport
+from weightbridge.coordinator.session_events import SessionEnded, SessionEvent
 from weightbridge.errors import (
     ConnectError,
     CoverageError,
@@ -87,13 +88,17 @@ class Job:
             assert toy.same_bytes(before, shard.live) == []  # probing puts back what it found
             for version in range(1, self.versions + 1):
                 shard.load_weights(iter(toy.weights(self.spec, version).items()))
-                kept = {n: t.clone() for n, t in shard.live.items()}
-                report = sender.send_weights(version).wait()
-                assert toy.same_bytes(kept, shard.live) == []  # the source is only read
+                report = self._send(sender, version, shard)
                 if rank == 0:
                     self.reports.append(report)
         finally:
             sender.close()
+
+    def _send(self, sender: SenderAdapter, version: int, shard: toy.TrainerShard) -> UpdateReport:
+        kept = {n: t.clone() for n, t in shard.live.items()}
+        report = sender.send_weights(version).wait()
+        assert toy.same_bytes(kept, shard.live) == []  # the source is only read
+        return report
 
     def receiver(self, engine: str, rank: int, poll: Callable[[ReceiverAdapter], bool] | None = None) -> None:
         worker = toy.engine_worker(self.spec, engine, rank)
@@ -256,11 +261,17 @@ def test_an_engine_that_never_comes_is_named() -> None:
 
 
 def test_trainers_that_never_come_are_reported_to_engines() -> None:
-    job = Job(options=Options(connect_timeout_seconds=1.0, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5))
+    told: list[SessionEvent] = []
+    job = Job(
+        options=Options(
+            connect_timeout_seconds=1.0, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5, on_event=told.append
+        )
+    )
     worker = Worker(lambda: job.receiver("solo", 0), "solo/0")
     worker.join()
     assert isinstance(worker.error, ConnectError)
     assert job.endpoint in str(worker.error)
+    assert [x.kind for x in told if isinstance(x, SessionEnded)] == ["ConnectError"]
 
 
 def test_a_taken_port_is_named() -> None:

@@ -12,7 +12,8 @@ import pytest
 from tests.multiprocess import toy_job as toy
 from tests.multiprocess.test_session_in_process import FAST, Job, Worker
 
-from weightbridge.coordinator import ReceiverAdapter, SenderAdapter
+from weightbridge.coordinator import ReceiverAdapter, SenderAdapter, UpdateReport
+from weightbridge.coordinator import session_events as e
 from weightbridge.errors import UsageError
 from weightbridge.testing.ports import free_port
 
@@ -22,24 +23,11 @@ MODES = [(False, False), (True, False), (False, True), (True, True)]
 class ScribblingJob(Job):
     """Trainers change their weights as soon as send_weights has returned, whatever the mode."""
 
-    def trainer(self, rank: int) -> None:
-        shard = toy.TrainerShard(self.spec, rank, 2)
-        sender = SenderAdapter(
-            group=(rank, 2), endpoint=self.endpoint, checkpoint=self.spec, load_weights=shard.load_weights,
-            tensors=shard.tensors, engines=tuple(self.expected), options=self.options,
-        )  # fmt: skip
-        try:
-            sender.connect()
-            for version in range(1, self.versions + 1):
-                shard.load_weights(iter(toy.weights(self.spec, version).items()))
-                handle = sender.send_weights(version)
-                for tensor in shard.live.values():
-                    tensor.fill_(float("nan"))
-                report = handle.wait()
-                if rank == 0:
-                    self.reports.append(report)
-        finally:
-            sender.close()
+    def _send(self, sender: SenderAdapter, version: int, shard: toy.TrainerShard) -> UpdateReport:
+        handle = sender.send_weights(version)
+        for tensor in shard.live.values():
+            tensor.fill_(float("nan"))
+        return handle.wait()
 
 
 @pytest.mark.multiprocess
@@ -129,7 +117,8 @@ def test_an_engine_with_host_memory_serves_the_old_version_until_it_polls() -> N
 
 @pytest.mark.multiprocess
 def test_a_newer_version_supersedes_one_that_waits_to_be_installed() -> None:
-    with Pair(stage_send=True, stage_receive=True) as pair:
+    told: list[e.SessionEvent] = []
+    with Pair(stage_send=True, stage_receive=True, on_event=told.append) as pair:
         handles = []
         for version in (1, 2, 3):
             pair.set(version)
@@ -137,6 +126,8 @@ def test_a_newer_version_supersedes_one_that_waits_to_be_installed() -> None:
         pair.poll_until(lambda: handles[2].ended)
         assert pair.holds(3)
         assert [h.wait().engines["solo"] for h in handles] == ["superseded", "superseded", "ready"]
+    left_out = [(x.worker, x.version, x.by) for x in told if isinstance(x, e.Superseded)]
+    assert left_out == [("solo/0", 1, 2), ("solo/0", 2, 3)]
 
 
 @pytest.mark.multiprocess

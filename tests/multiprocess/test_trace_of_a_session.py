@@ -106,6 +106,14 @@ def test_the_events_of_a_session_and_what_an_onlooker_sees(tmp_path: Path) -> No
         "closed",
     ]
     assert phases[5:-1] == ["ready", *3 * ["updating", "ready"]]
+    engine = [(x.state, x.version) for x in events if isinstance(x, e.EngineChanged)]
+    changes = [[("updating", old), ("ready", new)] for old, new in ((-1, 5), (5, 7), (7, 9))]
+    assert engine == [("joining", -1), *itertools.chain(*changes)]
+    for worker in ("trainer/0", "solo/0"):
+        rounds = [(x.version, x.round) for x in events if isinstance(x, e.Progress) and x.worker == worker]
+        assert rounds[0][0] == 5
+        assert all(0 < x.round <= x.rounds for x in events if isinstance(x, e.Progress))
+    assert kinds(events, "trainer/0").count("SessionEnded") == 1
     finished = [x for x in events if isinstance(x, e.UpdateFinished)]
     assert [x.version for x in finished] == [5, 7, 9]
     installed = {x.version: x.stall_seconds for x in events if isinstance(x, e.Installed)}

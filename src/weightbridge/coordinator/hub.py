@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -63,9 +64,7 @@ class Hub:
         self._workers: dict[bytes, str] = {}  # connection -> who it is
         self._connections: dict[str, bytes] = {}  # the inverse
         self._welcomes: dict[bytes, w.Message] = {}  # connection -> the answer to its Join
-        self._reported: tuple[w.Report, w.Report] | None = (
-            None  # the newest report, as the machine made it and as it is sent
-        )
+        self._reported: tuple[w.Report, w.Report] | None = None  # the newest, as the machine made it and as it is sent
         self._encoded: tuple[w.Message, bytes] | None = None  # the message sent last
         self._refusals = Refusals(_LOG)
         self._ended: list[UpdateStatus] = []  # versions, the newest last
@@ -74,8 +73,7 @@ class Hub:
         self._stopping = threading.Event()
         self._next_heartbeat = 0.0
         self.planned: Planned | None = None
-        if self._tell is not None:
-            self._tell(events.PhaseChanged(at=time.time(), worker=s.HUB_WORKER, phase=self._machine.phase.value))
+        self._observe(events.PhaseChanged, phase=self._machine.phase.value)
         self._thread = threading.Thread(target=self._run, name="wb-hub", daemon=True)
         self._thread.start()
 
@@ -158,14 +156,16 @@ class Hub:
             )  # fmt: skip
         self._ended = [*self._ended[-MAX_UPDATES:], ended]
 
-    def _observe(self, phase: s.Phase) -> None:
-        if self._tell is not None and phase is not self._machine.phase:
-            self._tell(events.PhaseChanged(at=time.time(), worker=s.HUB_WORKER, phase=self._machine.phase.value))
+    def _observe(self, event: type[events.SessionEvent], **fields: Any) -> None:
+        """Tell the observer, if there is one. From any thread."""
+        if self._tell is not None:
+            self._tell(event(at=time.time(), worker=s.HUB_WORKER, **fields))
 
     def _handle(self, event: s.SessionEvent) -> None:
         phase = self._machine.phase
         self._perform(event)
-        self._observe(phase)
+        if self._machine.phase is not phase:
+            self._observe(events.PhaseChanged, phase=self._machine.phase.value)
 
     def _perform(self, event: s.SessionEvent) -> None:
         # The worker in whose process the hub lives hears each word last: it may well exit on the spot, and the hub with it.
@@ -188,18 +188,18 @@ class Hub:
                     self._send(connection, rejected)
                 case s.Forget(worker=worker):
                     self._forget(worker)
-                case s.EngineNote(engine=engine, state=state, version=version, reason=reason):
-                    level = logging.WARNING if state in ("lost", "poisoned") else logging.INFO
-                    _LOG.log(
-                        level,
-                        "engine %s is %s at version %d%s",
-                        engine,
-                        state,
-                        version,
-                        f": {reason}" if reason else "",
-                    )
+                case s.EngineNote():
+                    self._note_engine(instruction)
                 case s.MakePlan():
                     threading.Thread(target=self._plan, args=(instruction,), name="wb-planner", daemon=True).start()
+
+    def _note_engine(self, note: s.EngineNote) -> None:
+        level = logging.WARNING if note.state in ("lost", "poisoned") else logging.INFO
+        why = f": {note.reason}" if note.reason else ""
+        _LOG.log(level, "engine %s is %s at version %d%s", note.engine, note.state, note.version, why)
+        self._observe(
+            events.EngineChanged, engine=note.engine, state=note.state, version=note.version, reason=note.reason
+        )
 
     def _with_ideal(self, report: w.Report) -> w.Report:
         """The same object for all trainers, so that it is encoded once."""
@@ -213,8 +213,7 @@ class Hub:
         begin = time.monotonic()
         try:
             self.planned = plan_job(self._spec, request, self._options)
-            if self._tell is not None:
-                self._tell(_planned(request.epoch, time.monotonic() - begin, self.planned))
+            self._observe(events.Planned, **_facts(request.epoch, time.monotonic() - begin, self.planned))
             self._done.put(s.PlanMade(request.epoch, self.planned.wire, self.planned.plan.digest))
         except WeightBridgeError as error:
             self._done.put(s.PlanRefused(request.epoch, type(error).__name__, error.message))
@@ -235,13 +234,14 @@ class Hub:
         self._socket.send(connection, self._encoded[1])
 
 
-def _planned(epoch: int, seconds: float, planned: Planned) -> events.Planned:
+def _facts(epoch: int, seconds: float, planned: Planned) -> dict[str, Any]:
+    """Fields of events.Planned."""
     bounds = planned.plan.bounds
     ratio = bounds.busiest_link_seconds / bounds.link_bound_seconds if bounds.link_bound_seconds > 0 else 1.0
-    return events.Planned(
-        at=time.time(), worker=s.HUB_WORKER, epoch=epoch, planning_seconds=seconds, pairs=planned.facts.num_pairs,
-        rounds=planned.plan.rounds, ratio_to_bound=ratio,
-    )  # fmt: skip
+    return {
+        "epoch": epoch, "planning_seconds": seconds, "pairs": planned.facts.num_pairs, "rounds": planned.plan.rounds,
+        "ratio_to_bound": ratio,
+    }  # fmt: skip
 
 
 def _concerns_own_worker(instruction: s.SessionInstruction) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.options import Options
 from weightbridge.errors import InternalError, WeightBridgeError
-from weightbridge.executor import Aborted, Endpoint, Executor, NetworkBytes
+from weightbridge.executor import Aborted, Endpoint, Executor, NetworkBytes, Observe
 from weightbridge.kernels import Buffer, choose_kernels
 from weightbridge.layout import SourceMap
 from weightbridge.machine import messages as w
@@ -33,12 +33,14 @@ class ProgressThread:
 
     def __init__(
         self, *, worker: str, spec: CheckpointSpec, options: Options, failed: Callable[[int, WeightBridgeError], None],
+        observe: Observe | None,
     ) -> None:  # fmt: skip
-        """failed: told of an attempt that failed here, and how; on this thread."""
+        """failed: told of an attempt that failed here, and how; on this thread. observe: see Executor."""
         self._worker = worker
         self._spec = spec
         self._options = options
         self._failed = failed
+        self._observe = observe
         self._session = 0
         self._source_map: SourceMap | None = None
         self._live: tuple[Buffer, ...] = ()
@@ -110,7 +112,7 @@ class ProgressThread:
             transports=self._options.transports,
             trusted_network=self._options.trusted_network,
             deadline_seconds=self._options.heartbeat_timeout_seconds,
-            observe=self._options.observe,
+            observe=self._observe,
             digests=self._options.digests,
         )
         return self._plan.digest, _to_wire(self._executor.endpoint)

@@ -167,9 +167,7 @@ class ReceiverAdapter:
         stopped_at = seconds_since_epoch()
         if self._seat.machine.poisoned_by is None:
             self._seat.check()
-        if (
-            count < self._agreement.agreed_gate
-        ):  # nothing is asked of this poll; it came here because polls are looked at
+        if count < self._agreement.agreed_gate:  # nothing is asked of this poll, but polls are looked at
             poisoned = self._seat.machine.poisoned_by
             if poisoned is not None:
                 raise self._seat.error_of(poisoned)

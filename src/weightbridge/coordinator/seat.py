@@ -24,11 +24,12 @@ from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
 from weightbridge.coordinator.session_events import guarded_observer
 from weightbridge.errors import TransferTimeout, WeightBridgeError, WorkerError
-from weightbridge.executor import HostCopy, LiveMemory, NetworkBytes
+from weightbridge.executor import HostCopy, LiveMemory, NetworkBytes, Observation, Prepared
 from weightbridge.kernels import Buffer, choose_kernels
 from weightbridge.layout import SourceMap, encode_source_map
 from weightbridge.machine import messages as w
 from weightbridge.machine import worker as m
+from weightbridge.machine.events import AssembleDone, PackDone
 from weightbridge.machine.session import HUB_WORKER
 from weightbridge.probe import ProbeOptions, live_tensors, probe
 from weightbridge.probe.cached import probe_with_cache
@@ -41,11 +42,10 @@ Tensors = Callable[[], Mapping[str, torch.Tensor]]
 OnProgress = Callable[[str, int, int], None]
 """Called with (what was done, steps done, steps in all) on the worker's own thread."""
 
-_VERDICT_SECONDS = (
-    5.0  # how long a worker whose attempt failed waits for the hub before it believes the hub is gone too
-)
+_VERDICT_SECONDS = 5.0  # a worker whose attempt failed waits so long for the hub before it believes that it is gone too
 _GRACE_SECONDS = 10.0  # beyond the hub's own deadlines
 _KEPT_ERRORS = 16
+_TELL_SECONDS = 0.2  # between two events of progress
 _LOG = logging.getLogger(__name__)
 
 
@@ -83,12 +83,11 @@ class Seat:
         self._engine = engine
         self._num_words = 0
         self._moved: dict[int, NetworkBytes] = {}
-        self._errors: list[
-            tuple[w.Failure | w.UpdateFailed, WeightBridgeError]
-        ] = []  # exceptions made of failures, newest last
-        self._suspicion: tuple[float, WeightBridgeError] | None = (
-            None  # (when to believe it, what this worker saw itself)
-        )
+        # Exceptions made of failures, newest last; and what this worker saw itself, with when to believe it.
+        self._errors: list[tuple[w.Failure | w.UpdateFailed, WeightBridgeError]] = []
+        self._suspicion: tuple[float, WeightBridgeError] | None = None
+        self._num_rounds = 0  # of the program in force
+        self._next_telling = 0.0  # by the clock of observations
         self._spans: dict[int, list[float]] = {}  # trainer: version -> [stopped computing, went on]; guarded by changed
         self.changed = threading.Condition()
         self.machine = m.WorkerMachine(worker=self.name, engine=engine, staged=self.staged)
@@ -97,7 +96,10 @@ class Seat:
             bandwidth=options.bandwidth, spec_digest=checkpoint.digest,
             dtypes=tuple(sorted({t.dtype.name for t in live_tensors(tensors())})), staged=self.staged,
         )  # fmt: skip
-        self.progress = ProgressThread(worker=self.name, spec=checkpoint, options=options, failed=self._attempt_failed)
+        self.progress = ProgressThread(
+            worker=self.name, spec=checkpoint, options=options, failed=self._attempt_failed,
+            observe=options.observe if self._tell_observer is None else self._observe,
+        )  # fmt: skip
         self.control = ControlThread(
             endpoint=endpoint,
             join=self._join(),
@@ -127,6 +129,7 @@ class Seat:
             self.changed.notify_all()
         if leaving:
             self.post(w.Goodbye())
+            self.tell(events.SessionEnded, causes={})
         self.progress.close()
         self.control.close()
         if self.progress.ended:  # else a kernel may still be bound to it: it stays
@@ -333,6 +336,8 @@ class Seat:
     def _leave(self) -> None:
         """The session is over for this worker, which may join the next one."""
         failure = self.machine.failure
+        causes, kind = ({}, "") if failure is None else (failure.causes, failure.kind)
+        self.tell(events.SessionEnded, kind=kind, causes=causes)
         own_fault = failure is not None and any(n.startswith(f"{self._side}/") for n in failure.causes)
         again = self.options.when_trainers_fail == "rejoin" and not self.is_trainer and not own_fault
         self.progress.abort(WorkerError("the session is over", causes={}))
@@ -371,6 +376,9 @@ class Seat:
                     events.Connected, epoch=self.progress.plan.epoch if self.progress.plan else 0, attempt=attempt
                 )
             case w.Begin(version=version, attempt=attempt):
+                left_out = self.machine.committed
+                if self.machine.version < left_out < version and left_out != self.machine.failed_version:
+                    self.tell(events.Superseded, version=left_out, by=version)
                 self.tell(events.UpdateStarted, version=version, attempt=attempt)
             case w.Report():
                 self.tell(
@@ -383,10 +391,17 @@ class Seat:
                 self.tell(
                     events.UpdateFailed, version=message.version, causes=message.causes, poisoned=message.poisoned
                 )
-            case w.Closed():
-                self.tell(events.SessionEnded, causes={})
-            case w.Failure(kind=kind, causes=causes):
-                self.tell(events.SessionEnded, kind=kind, causes=causes)
+
+    def _observe(self, seen: Observation) -> None:
+        """On the data plane's threads: pass it on, and tell how far this worker's rounds are, a few times a second."""
+        if self.options.observe is not None:
+            self.options.observe(seen)
+        match seen.what:
+            case Prepared(program=program):
+                self._num_rounds = len(program.rounds)
+            case PackDone(round=k) | AssembleDone(round=k) if seen.at >= self._next_telling:
+                self._next_telling = seen.at + _TELL_SECONDS
+                self.tell(events.Progress, version=self.machine.begun[0], round=k + 1, rounds=self._num_rounds)
 
     def _on_tick(self, now: float) -> None:
         suspicion = self._suspicion
@@ -451,7 +466,8 @@ class Seat:
             lost, reason = next(iter(causes.items()))
         elif isinstance(error, TransferTimeout):
             lost = next(iter(getattr(error, "waiting_for", ())), "")
-        if attempt == 0:
+        if attempt == 0:  # of none that the hub knows: what was left of one could not be taken down
+            _LOG.warning("%s: %s", self.name, error.message)
             return
         self._suspicion = (time.monotonic() + _VERDICT_SECONDS, error)
         kind = kind_of(error)

@@ -7,16 +7,6 @@ from weightbridge.executor.observation import KernelRan, Observation, Observe, P
 from weightbridge.executor.staging import HostCopy
 
 __all__ = [
-    "Aborted",
-    "Codec",
-    "Endpoint",
-    "Executor",
-    "HostCopy",
-    "KernelRan",
-    "LiveMemory",
-    "NetworkBytes",
-    "Observation",
-    "Observe",
-    "Prepared",
-    "register_codec",
+    "Aborted", "Codec", "Endpoint", "Executor", "HostCopy", "KernelRan", "LiveMemory", "NetworkBytes", "Observation", "Observe",
+    "Prepared", "register_codec",
 ]  # fmt: skip

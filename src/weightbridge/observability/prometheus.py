@@ -15,6 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from weightbridge.coordinator import session_events as e
 from weightbridge.errors import UsageError
+from weightbridge.machine.session import Phase
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PrometheusObserver"]
 
 _ENGINE_STATES = ("joining", "ready", "updating", "poisoned", "lost", "left")
-_PHASES = (
-    "gathering", "probing", "planning", "lowering", "connecting", "ready", "updating", "aborting", "failed", "closed",
-)  # fmt: skip
+_PHASES = tuple(phase.value for phase in Phase)
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _REMEMBERED_ENDS = 256  # of versions, so that several workers of one process do not count one twice
