@@ -11,12 +11,30 @@ from benchmarks.cluster.worker import Context
 from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter
 from weightbridge.plan import encode_plan
 
-__all__ = ["PLAN_FILE", "Session"]
+__all__ = ["PLAN_FILE", "Session", "adapters"]
 
 PLAN_FILE = "plan"
 """In the work folder: the session's plan as it was sent to all workers."""
 
 _STEP_SECONDS = 0.001
+
+
+def adapters(context: Context, **settings: Any) -> tuple[SenderAdapter | None, ReceiverAdapter | None]:
+    """A worker's adapter: a trainer's sender or a rollout worker's receiver. settings: of Options, beside the usual ones."""
+    case, seat = context.case, context.case.topology.workers[context.me]
+    options = Options(
+        token=context.token, data_host=context.host, bandwidth=seat.bandwidth, slot_bytes=case.key.slot_bytes,
+        backup_weights=False, connect_timeout_seconds=context.connect_seconds, update_timeout_seconds=context.seconds,
+        heartbeat_timeout_seconds=30.0, **settings,
+    )  # fmt: skip
+    common: dict[str, Any] = {
+        "endpoint": f"tcp://{context.hosts[0]}:{context.port}", "checkpoint": case.spec, "node": seat.node,
+        "load_weights": context.model.load_weights, "tensors": context.model.tensors, "options": options,
+    }  # fmt: skip
+    if context.is_trainer:
+        return SenderAdapter(group=(seat.rank, len(case.topology.trainers)), engines=case.engines, **common), None
+    size = sum(w.engine == seat.engine for w in case.topology.workers)
+    return None, ReceiverAdapter(group=(seat.rank, size), engine=seat.engine, **common)
 
 
 class Session:
@@ -28,26 +46,11 @@ class Session:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        case, seat = context.case, context.case.topology.workers[context.me]
         self._recorder = Recorder() if context.trace else None
-        options = Options(
-            token=context.token, data_host=context.host, bandwidth=seat.bandwidth, slot_bytes=case.key.slot_bytes,
-            backup_weights=False, connect_timeout_seconds=context.connect_seconds, update_timeout_seconds=context.seconds,
-            heartbeat_timeout_seconds=30.0, observe=None if self._recorder is None else self._recorder.observe,
-        )  # fmt: skip
-        common: dict[str, Any] = {
-            "endpoint": f"tcp://{context.hosts[0]}:{context.port}", "checkpoint": case.spec, "node": seat.node,
-            "load_weights": context.model.load_weights, "tensors": context.model.tensors, "options": options,
-        }  # fmt: skip
-        self._sender: SenderAdapter | None = None
-        self._receiver: ReceiverAdapter | None = None
+        self._sender, self._receiver = adapters(
+            context, observe=None if self._recorder is None else self._recorder.observe
+        )
         self._num_polls = 0
-        if context.is_trainer:
-            group = (seat.rank, len(case.topology.trainers))
-            self._sender = SenderAdapter(group=group, engines=case.engines, **common)
-        else:
-            size = sum(w.engine == seat.engine for w in case.topology.workers)
-            self._receiver = ReceiverAdapter(group=(seat.rank, size), engine=seat.engine, **common)
 
     def connect(self) -> dict[str, Any]:
         """A trainer connects; a rollout worker polls until it has been probed and its state says that it is in."""

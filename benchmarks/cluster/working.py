@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.cluster.session import adapters
 from benchmarks.cluster.worker import Context
-from weightbridge.coordinator import Options, ReceiverAdapter, SenderAdapter, UpdateHandle
+from weightbridge.coordinator import UpdateHandle
 
 __all__ = ["DECODE_SECONDS", "TOKENS_PER_STEP", "TRAIN_SECONDS", "Working"]
 
@@ -33,32 +34,24 @@ class Working:
 
     def __init__(self, context: Context, stage_send: bool, stage_receive: bool) -> None:
         self._context = context
-        case, seat = context.case, context.case.topology.workers[context.me]
         self._moving: list[float] = []  # times of what the data plane did
-        options = Options(
-            token=context.token, data_host=context.host, bandwidth=seat.bandwidth, slot_bytes=case.key.slot_bytes,
-            backup_weights=False, connect_timeout_seconds=context.connect_seconds, update_timeout_seconds=context.seconds,
-            heartbeat_timeout_seconds=30.0, stage_send=stage_send, stage_receive=stage_receive,
-            observe=lambda observation: self._moving.append(observation.at) if context.trace else None,
-        )  # fmt: skip
-        common: dict[str, Any] = {
-            "endpoint": f"tcp://{context.hosts[0]}:{context.port}", "checkpoint": case.spec, "node": seat.node,
-            "load_weights": context.model.load_weights, "tensors": context.model.tensors, "options": options,
-        }  # fmt: skip
-        self._sender: SenderAdapter | None = None
-        self._receiver: ReceiverAdapter | None = None
         self._handle: UpdateHandle | None = None
-        if context.is_trainer:
-            group = (seat.rank, len(case.topology.trainers))
-            self._sender = SenderAdapter(group=group, engines=case.engines, **common)
-        else:
-            size = sum(w.engine == seat.engine for w in case.topology.workers)
-            self._receiver = ReceiverAdapter(group=(seat.rank, size), engine=seat.engine, **common)
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both are on one node
-            store = dist.FileStore(str(Path(context.work_dir, f"step-{seat.engine}")), size)
-            dist.init_process_group(
-                "gloo", store=store, rank=seat.rank, world_size=size, timeout=timedelta(seconds=120)
-            )
+        self._sender, self._receiver = adapters(
+            context, stage_send=stage_send, stage_receive=stage_receive,
+            observe=(lambda seen: self._moving.append(seen.at)) if context.trace else None,
+        )  # fmt: skip
+        if self._receiver is not None:
+            self._join_engine()
+
+    def _join_engine(self) -> None:
+        """The collective that an engine's workers meet in after each step; both are on one node."""
+        workers = self._context.case.topology.workers
+        seat = workers[self._context.me]
+        size = sum(w.engine == seat.engine for w in workers)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(str(Path(self._context.work_dir, f"step-{seat.engine}")), size)
+        limit = timedelta(seconds=120)
+        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=size, timeout=limit)
 
     def connect(self) -> dict[str, Any]:
         if self._sender is not None:

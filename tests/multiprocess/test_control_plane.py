@@ -17,7 +17,7 @@ import zmq
 from tests.multiprocess import test_session_in_process as session
 from tests.multiprocess import toy_job as toy
 
-from weightbridge.coordinator import Options, control, wire
+from weightbridge.coordinator import Options, control, line, wire
 from weightbridge.coordinator.control import ControlThread
 from weightbridge.coordinator.hub import Hub
 from weightbridge.coordinator.wire import PART_BYTES, Assembly, HubSocket, WorkerSocket, cut
@@ -256,7 +256,7 @@ class Life:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(control, "_RETRY_SECONDS", 0.05)
-        monkeypatch.setattr(control, "_GONE_SECONDS", 0.3)
+        monkeypatch.setattr(line, "GONE_SECONDS", 0.3)
         monkeypatch.setattr(control, "_POLL_SECONDS", 0.02)
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.heard: list[w.Message] = []
@@ -356,7 +356,7 @@ def test_a_hub_that_starts_anew_is_not_taken_for_the_old_one(monkeypatch: pytest
     """The line comes back by itself, but to another session."""
     spec = toy.checkpoint_spec()
     with Life(monkeypatch) as life:
-        monkeypatch.setattr(control, "_GONE_SECONDS", 20.0)
+        monkeypatch.setattr(line, "GONE_SECONDS", 20.0)
         life.start_hub()
         name, _ = life.next(w.Join)
         life.say(name, w.Welcome(session=1))

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
+from weightbridge.coordinator.line import Line
 from weightbridge.coordinator.options import Options
-from weightbridge.coordinator.wire import WorkerSocket, is_hub_like
+from weightbridge.coordinator.wire import is_hub_like
 from weightbridge.errors import ConnectError, TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
 from weightbridge.machine.session import HUB_WORKER
@@ -26,24 +26,7 @@ __all__ = ["ControlThread"]
 
 _POLL_SECONDS = 0.25
 _RETRY_SECONDS = 1.0
-_GONE_SECONDS = 2.0
-"""A hub whose connection has ended and that cannot be dialled again for so long has died. One that is merely stopped, or
-cut off, keeps its connection."""
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Line:
-    """One connection to a hub, with what came of it. asked_on: number of the TCP connection that the Join went over, 0 for
-    none; down_since: when it was seen to have dropped. Times are of the steady clock."""
-
-    socket: WorkerSocket
-    begun: float
-    last_heard: float
-    asked_on: int = 0
-    joined: bool = False
-    next_beat: float = 0.0
-    down_since: float | None = None
 
 
 class ControlThread:
@@ -71,13 +54,13 @@ class ControlThread:
         self._begun = time.monotonic()  # to join
         self._redial_at = math.inf
         self._why_not = "nobody answered"
-        self._line: _Line
+        self._line: Line
         self._thread = threading.Thread(target=self._run, name=f"wb-control-{join.worker}", daemon=True)
 
     def start(self) -> None:
         """Begin to dial. Raises ConnectError when that is not possible at all."""
-        self._begun = now = time.monotonic()
-        self._line = _Line(WorkerSocket(self._endpoint, self._options.token), begun=now, last_heard=now)
+        self._begun = time.monotonic()
+        self._line = Line(self._endpoint, self._options.token)
         self._thread.start()
 
     def post(self, message: w.Message) -> None:
@@ -128,7 +111,8 @@ class ControlThread:
                 now = time.monotonic()
                 if now >= self._redial_at:
                     self._dial()
-                self._speak(now)
+                beat_seconds = self._options.heartbeat_seconds
+                self._line.speak(self._join, now, heartbeat_seconds=beat_seconds, beats=not self._settled)
                 if not self._settled:
                     self._check_hub(now, self._line)
                 self._on_tick(now)
@@ -144,43 +128,27 @@ class ControlThread:
 
     def _dial(self) -> None:
         """Start over with a new connection; the Join follows when it stands."""
-        now, old = time.monotonic(), self._line
+        old = self._line
         old.joined, self._redial_at = False, math.inf
         try:
-            self._line = _Line(WorkerSocket(self._endpoint, self._options.token), begun=now, last_heard=now)
+            self._line = Line(self._endpoint, self._options.token)
         except ConnectError as error:  # out of descriptors, say
             _LOG.warning("%s cannot dial: %s", self._join.worker, error.message)
-            self._redial_at = now + _RETRY_SECONDS
+            self._redial_at = time.monotonic() + _RETRY_SECONDS
         else:
             old.socket.close()
 
-    def _speak(self, now: float) -> None:
-        """Ask to be let in, once on each connection until it is granted; then beat."""
-        line = self._line
-        if not line.joined and line.socket.num_connections > line.asked_on:
-            line.asked_on = line.socket.num_connections
-            line.socket.send(w.encode(self._join))
-        if line.joined and not self._settled and now >= line.next_beat:
-            line.next_beat = now + self._options.heartbeat_seconds
-            line.socket.send(w.encode(w.Heartbeat()))
-
-    def _check_hub(self, now: float, line: _Line) -> None:
+    def _check_hub(self, now: float, line: Line) -> None:
         if not line.joined:
             self._check_joining(now, line)
             return
-        if line.socket.is_connected:
-            line.down_since = None
-        elif line.down_since is None:
-            line.down_since = now
         limit = self._options.heartbeat_timeout_seconds
-        if line.down_since is not None and now - line.down_since > min(_GONE_SECONDS, limit):
-            self._lose_hub(
-                f"closed its connection and has not come back for {now - line.down_since:.0f} s: it has died"
-            )
+        if gone := line.gone_seconds(now, limit):
+            self._lose_hub(f"closed its connection and has not come back for {gone:.0f} s: it has died")
         elif now - line.last_heard > limit:
             self._lose_hub(f"gave no sign of life for {now - line.last_heard:.0f} s")
 
-    def _check_joining(self, now: float, line: _Line) -> None:
+    def _check_joining(self, now: float, line: Line) -> None:
         if self._redial_at < math.inf:
             return
         if self._patient:
@@ -219,11 +187,11 @@ class ControlThread:
                 item = self._out.get_nowait()
                 if not isinstance(item, w.Message):
                     item()
-                elif self._line.asked_on:  # nobody listens to a worker before its Join
+                elif self._line.has_asked:  # nobody listens to a worker before its Join
                     self._line.socket.send(w.encode(item))
                     self._settled |= isinstance(item, w.Goodbye)
 
-    def _take_in(self, line: _Line) -> None:
+    def _take_in(self, line: Line) -> None:
         for data in line.socket.receive():
             line.last_heard = time.monotonic()
             try:
@@ -233,7 +201,7 @@ class ControlThread:
                 continue
             self._message(line, message)
 
-    def _message(self, line: _Line, message: w.Message) -> None:
+    def _message(self, line: Line, message: w.Message) -> None:
         match message:
             case w.Heartbeat():
                 pass
@@ -246,7 +214,7 @@ class ControlThread:
             case _:
                 self._on_message(message)
 
-    def _rejected(self, line: _Line, reason: str, again: bool) -> None:
+    def _rejected(self, line: Line, reason: str, again: bool) -> None:
         """again: the hub says that the reason may pass; that is believed for as long as joining may take."""
         if self._settled:
             return
