@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ __all__ = ["DECODE_SECONDS", "TOKENS_PER_STEP", "TRAIN_SECONDS", "Working"]
 DECODE_SECONDS = 0.01
 TRAIN_SECONDS = 0.05
 TOKENS_PER_STEP = 32
-_MAX_SPANS = 20_000
+_IDLE_SECONDS = 0.001  # between polls outside windows
 
 
 class Working:
@@ -36,6 +35,7 @@ class Working:
         self._context = context
         self._moving: list[float] = []  # times of what the data plane did
         self._handle: UpdateHandle | None = None
+        self._num_idle_polls = 0
         self._sender, self._receiver = adapters(
             context, stage_send=stage_send, stage_receive=stage_receive,
             observe=(lambda seen: self._moving.append(seen.at)) if context.trace else None,
@@ -60,11 +60,17 @@ class Working:
         return {}
 
     def idle(self) -> None:
-        """Between windows an engine polls in lock step too: it is asked to be probed then."""
-        if self._receiver is not None:
+        """Between windows an engine polls too, as often as a common clock says: it is asked to be probed then."""
+        self._poll_until(time.monotonic())
+
+    def _poll_until(self, now: float) -> None:
+        due = self._polls_due(now)
+        while self._receiver is not None and self._num_idle_polls < due:
+            self._num_idle_polls += 1
             self._receiver.poll_requests()
-            with suppress(RuntimeError):  # the other one has been told to stop already
-                dist.all_reduce(torch.zeros(1))
+
+    def _polls_due(self, now: float) -> int:
+        return int((now - self._context.epoch) / _IDLE_SECONDS)
 
     def go(self, version: int) -> None:
         raise NotImplementedError("the work is done in windows")
@@ -72,19 +78,22 @@ class Working:
     def window(self, order: dict[str, Any]) -> dict[str, Any]:
         begin, end, send_at, version = order["begin"], order["end"], order.get("send_at"), order.get("version")
         self._moving.clear()
+        self._poll_until(begin)
         time.sleep(max(0.0, begin - time.monotonic()))
         steps: list[tuple[float, float]] = []
         calls: list[tuple[float, float]] = []
-        sent = False
-        while (now := time.monotonic()) < end:
+        sent = over = False
+        while not over:
+            now = time.monotonic()
             if self._sender is not None and version is not None and not sent and now >= send_at:
                 self._handle, sent = self._sender.send_weights(version), True
                 calls.append((now, time.monotonic()))
             elif self._receiver is not None:
                 self._receiver.poll_requests()
                 calls.append((now, time.monotonic()))
-            self._step(steps)
-        told: dict[str, Any] = {"steps": steps[-_MAX_SPANS:], "calls": calls, "moving": self._span_of_moving()}
+            over = self._step(steps, end)
+        self._num_idle_polls = self._polls_due(end)  # nobody owes the polls that the window's steps took the place of
+        told: dict[str, Any] = {"steps": steps, "calls": calls, "moving": self._span_of_moving()}
         if self._handle is not None and sent:
             report = self._handle.wait()
             told |= {"ewtt_seconds": report.ewtt_seconds, "agst_seconds": report.agst_seconds}
@@ -97,14 +106,15 @@ class Working:
             if adapter is not None:
                 adapter.close()
 
-    def _step(self, steps: list[tuple[float, float]]) -> None:
+    def _step(self, steps: list[tuple[float, float]], end: float) -> bool:
+        """One step; whether it was the window's last, which the workers of an engine decide together."""
         begin = time.monotonic()
-        if self._sender is not None:
-            time.sleep(TRAIN_SECONDS)
-        else:
-            time.sleep(DECODE_SECONDS)
-            dist.all_reduce(torch.zeros(1))
+        time.sleep(TRAIN_SECONDS if self._sender is not None else DECODE_SECONDS)
+        over = torch.tensor([float(time.monotonic() >= end)])
+        if self._receiver is not None:
+            dist.all_reduce(over, op=dist.ReduceOp.MAX)
         steps.append((begin, time.monotonic()))
+        return bool(over)
 
     def _span_of_moving(self) -> tuple[float, float] | None:
         return (self._moving[0], self._moving[-1]) if self._moving else None
