@@ -14,20 +14,23 @@ STAMP := $(VENV)/.installed
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/constraints.txt $(wildcard setup.py) \
     $(wildcard src/weightbridge/kernels/*.c src/weightbridge/kernels/*.h src/weightbridge/kernels/*build*.py)
 
-.PHONY: demo test faults test-unit test-integration test-megatron test-sglang test-transports test-vllm lint format bench bench-cluster clean help
+.PHONY: demo test faults test-unit test-integration test-megatron test-sglang test-frameworks test-transports test-vllm rl lint format docs bench bench-cluster clean help
 
 help:
 	@echo "make demo              real weights, two trainers, two engines; ARGS=--json for one JSON document"
 	@echo "make test              all but the integration tests, with coverage"
 	@echo "make test-unit         tests/unit only"
-	@echo "make faults            the fault matrix in virtual time over 10,000 random schedules"
+	@echo "make faults            the fault matrix: 10,000 random schedules in virtual time, then every cell with real processes"
 	@echo "make test-integration  the slow tests with real engines"
 	@echo "make test-megatron     megatron-core's GPTModel in an environment of its own (.venvs/megatron)"
 	@echo "make test-sglang       SGLang's Qwen3-MoE class in an environment of its own (.venvs/sglang)"
+	@echo "make test-frameworks   Ray, verl and TRL with their own classes, in an environment of their own (.venvs/frameworks, 2 GB)"
 	@echo "make test-transports   the transports nixl and mooncake over loopback, in an environment of their own (.venvs/transports)"
 	@echo "make test-vllm         updates into real vLLM engines on CPU, in an environment of its own (.venvs/vllm, 3.6 GB)"
+	@echo "make rl                GRPO on real weights, FSDP2 trainers and a vLLM engine (15 minutes); ARGS='--steps 5 --stage-send'"
 	@echo "make lint              ruff, mypy --strict, import contracts"
 	@echo "make format            let ruff rewrite"
+	@echo "make docs              the documentation site into build/site, in an environment of its own (.venvs/docs)"
 	@echo "make bench             the benchmarks; ARGS=name for one"
 	@echo "make bench-cluster     the emulated cluster (root; about an hour), tables and plots into docs; ARGS=scenarios for some"
 	@echo "make clean             remove .venv, caches and build products"
@@ -45,6 +48,7 @@ test: $(STAMP)
 # Every fault at every worker in every phase, 36 random schedules each: 10,000 in all, about two minutes.
 faults: $(STAMP)
 	@WEIGHTBRIDGE_SCHEDULES=36 $(BIN)/python -m pytest tests/faults/test_virtual_matrix.py $(PYTEST_ARGS)
+	@$(BIN)/python -m tests.faults.matrix $(ARGS)
 
 test-unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
@@ -65,7 +69,13 @@ test-megatron: $(STAMP) .venvs/megatron/.installed
 	@$(BIN)/python -m pytest tests/integration/test_real_loaders_megatron.py --timeout=600 $(PYTEST_ARGS)
 
 test-sglang: $(STAMP) .venvs/sglang/.installed
-	@$(BIN)/python -m pytest tests/integration/test_real_loaders_sglang.py --timeout=600 $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/integration/test_real_loaders_sglang.py tests/integration/test_frameworks_sglang.py \
+	    --timeout=600 $(PYTEST_ARGS)
+
+# Ray, verl and TRL; the library itself is run from src. One process for each: a Ray cluster and TRL's threads are theirs.
+test-frameworks: $(STAMP) .venvs/frameworks/.installed
+	@for name in ray verl trl; do OMP_NUM_THREADS=1 .venvs/frameworks/bin/python -m pytest \
+	    tests/integration/test_frameworks_$$name.py --timeout=300 $(PYTEST_ARGS) || exit $$?; done
 
 # The packages of the transports nixl and mooncake; the library itself is run from src.
 .venvs/transports/.installed: requirements/constraints.txt scripts/setup_transports.sh
@@ -83,7 +93,11 @@ $(VLLM)/.installed: scripts/setup_vllm.sh $(SETUP_INPUTS)
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
-	@$(VLLM)/bin/python -m pytest tests/integration/test_vllm_engines.py --timeout=600 $(PYTEST_ARGS)
+	@$(VLLM)/bin/python -m pytest tests/integration/test_vllm_core.py tests/integration/test_vllm_engines.py --timeout=600 $(PYTEST_ARGS)
+
+# Trainers in $(VENV), the engine in vLLM's environment. `python -m examples.rl.suite` runs all modes and controls.
+rl: $(STAMP) $(VLLM)/.installed
+	@$(BIN)/python -m examples.rl $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -94,6 +108,14 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The sources are read for it, not imported: .venv is not needed. What is wrong with a link or a reference is an error.
+.venvs/docs/.installed: requirements/docs.txt scripts/setup_docs.sh
+	@PYTHON="$(PYTHON)" bash scripts/setup_docs.sh
+	@touch $@
+
+docs: .venvs/docs/.installed
+	@.venvs/docs/bin/python -m mkdocs build --strict --clean
 
 bench: $(STAMP)
 	@bash scripts/bench.sh $(BIN)/python $(ARGS)
