@@ -14,6 +14,7 @@ from tests.multiprocess.test_session_in_process import FAST, Job, Worker
 
 from weightbridge.coordinator import ReceiverAdapter, SenderAdapter, UpdateReport
 from weightbridge.coordinator import session_events as e
+from weightbridge.coordinator.receiver import _longest
 from weightbridge.errors import UsageError
 from weightbridge.testing.ports import free_port
 
@@ -42,8 +43,21 @@ def test_versions_arrive_bit_for_bit_in_every_mode(send: bool, receive: bool) ->
     assert job.wrong == []
     assert {name: versions[-1] for name, versions in job.installed.items()} == dict.fromkeys(job.installed, 3)
     assert [r.engines for r in job.reports] == [{"tp": "ready", "solo": "ready"}] * 3
+    trainers, engines = {"capture" if send else "send"}, {"agreement", "install", *(() if receive else ("transfer",))}
+    for report in job.reports:
+        assert report.slowest_stage in (trainers if report.slowest_worker.startswith("trainer/") else engines)
     at_polls = {str(job.installed_at_poll[f"tp/{r}"]) for r in range(toy.TP)}
     assert len(at_polls) == 1  # one step for the whole engine
+
+
+def test_the_stage_named_is_the_one_that_took_longest() -> None:
+    for stage, ended_at in {
+        "agreement": (7.0, 9.0, 10.0),
+        "transfer": (1.0, 9.0, 10.0),
+        "install": (1.0, 3.0, 10.0),
+    }.items():
+        assert _longest(0.0, dict(zip(("agreement", "transfer", "install"), ended_at, strict=True))) == stage
+    assert _longest(5.0, {"agreement": 7.0, "install": 8.0}) == "agreement"
 
 
 class Pair:

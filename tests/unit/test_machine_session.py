@@ -115,7 +115,8 @@ class Job:
         self.resume(worker, version, 1.5, 4.0)
 
     def resume(self, worker: str, version: int, stalled: float, resumed: float) -> None:
-        self.hear(worker, w.Resumed(version=version, stalled_at=stalled, resumed_at=resumed, sent=10, received=20))
+        spent = {"sent": 10, "received": 20, "stage": f"stage of {worker}"}
+        self.hear(worker, w.Resumed(version=version, stalled_at=stalled, resumed_at=resumed, **spent))
 
     def join_all(self) -> Job:
         for side, size in {"trainer": 2, **ENGINES}.items():
@@ -166,6 +167,8 @@ def test_a_job_joins_connects_and_updates() -> None:
     assert report.agst_seconds == pytest.approx((2 * 1.0 + 3 * 2.5) / 5)
     assert report.engines == {"a": "ready", "b": "ready"}
     assert report.network_bytes["a/1"] == (10, 20)
+    assert report.slowest_worker in {"a/0", "a/1", "b/0"}  # trainers went on at 2.0
+    assert report.slowest_stage == f"stage of {report.slowest_worker}"
     assert {name for name, m in job.said if isinstance(m, w.Report)} == {"trainer/0", "trainer/1"}
     assert job.machine.phase is s.Phase.READY
     job.send(2)

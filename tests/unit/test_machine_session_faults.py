@@ -111,6 +111,22 @@ def test_a_dead_engine_is_left_out_and_the_version_sent_again_or_given_up(policy
         assert reports(job)[0].engines == {"b": "ready"}
 
 
+def test_a_version_waits_for_the_plan_without_an_engine_that_went_when_it_had_all_it_needed() -> None:
+    job = Job(DROP)
+    slow = {"a/1": w.AllowAssemble, "b/0": w.Committed}
+    job.mute = lambda worker, message: worker in slow and isinstance(message, slow[worker])
+    job.join_all()
+    job.send(1)
+    (planning,) = [m for m in job.machine.handle(s.Received("b/0", w.Goodbye()), job.now) if isinstance(m, s.MakePlan)]
+    job.mute = lambda worker, message: False
+    job.hear("a/1", w.Transferred(version=1, attempt=1))
+    assert reports(job)[0].engines == {"a": "ready", "b": "lost"}
+    job.send(2)
+    assert [m.version for m in job.heard_by("a/0", w.Begin)] == [1]  # type: ignore[attr-defined]
+    job.tell(s.PlanMade(planning.epoch, b"plan", "digest"))
+    assert (reports(job)[1].engines, reports(job)[1].attempts) == ({"a": "ready"}, 1)
+
+
 def test_a_worker_whose_connection_closed_and_that_comes_back_is_not_lost() -> None:
     job = Job().join_all()
     job.tell(s.Disconnected("a/1"))
@@ -193,6 +209,22 @@ def test_a_newcomer_that_cannot_be_planned_for_is_lost_alone() -> None:
     assert job.failure.causes == {"c/0": "takes half a tensor"}
     job.send(1)
     assert reports(job)[0].engines == {"a": "ready", "b": "ready"}
+
+
+def test_a_plan_refused_when_a_newcomer_has_left_meanwhile_is_made_anew_without_it() -> None:
+    job = Job().join_all()
+    job.mute = lambda worker, message: worker in ("c/0", "d/0") and isinstance(message, w.RunProbe)
+    newcomer(job, "c", 1)
+    newcomer(job, "d", 1)
+    (refused,) = job.machine.handle(s.Received("c/0", w.LayoutReady(source_map=b"odd")), job.now)
+    assert isinstance(refused, s.MakePlan)
+    job.hear("c/0", w.Goodbye())
+    job.tell(s.PlanRefused(refused.epoch, "CoverageError", "takes half a tensor"))
+    assert not job.told(w.Failure)
+    job.hear("d/0", w.LayoutReady(source_map=b"d/0"))
+    job.hear("d/0", w.Installed(request=job.machine.roster.side_of["d/0"].request))
+    job.send(1)
+    assert reports(job)[0].engines == {"a": "ready", "b": "ready", "d": "ready"}
 
 
 def test_an_engine_comes_back_under_its_name() -> None:

@@ -51,6 +51,7 @@ class ControlThread:
         self._stopping = threading.Event()
         self._settled = False  # nothing more is expected of the hub
         self._patient = False  # tries again until it is let in
+        self._leaving = False  # for the next session: what the old hub still says is for nobody
         self._begun = time.monotonic()  # to join
         self._redial_at = math.inf
         self._why_not = "nobody answered"
@@ -83,9 +84,10 @@ class ControlThread:
         """
 
         def again() -> None:
-            self._join, self._patient, self._settled = join, True, False
+            self._join, self._patient, self._settled, self._leaving = join, True, False, False
             self._dial()
 
+        self._leaving = True
         self.call(again)
 
     def stop_watching(self) -> None:
@@ -112,7 +114,8 @@ class ControlThread:
                 if now >= self._redial_at:
                     self._dial()
                 beat_seconds = self._options.heartbeat_seconds
-                self._line.speak(self._join, now, heartbeat_seconds=beat_seconds, beats=not self._settled)
+                if self._line.speak(self._join, now, heartbeat_seconds=beat_seconds, beats=not self._settled):
+                    self._redial_at = math.inf  # the old line has found another hub by itself: its answer is awaited
                 if not self._settled:
                     self._check_hub(now, self._line)
                 self._on_tick(now)
@@ -193,6 +196,8 @@ class ControlThread:
 
     def _take_in(self, line: Line) -> None:
         for data in line.socket.receive():
+            if self._leaving:
+                return
             line.last_heard = time.monotonic()
             try:
                 message = w.decode(data)

@@ -151,7 +151,7 @@ class Hub:
             ended = UpdateStatus(
                 version=ending.version, ewtt_seconds=max(0.0, ending.ewtt_seconds), agst_seconds=max(0.0, ending.agst_seconds),
                 ideal_seconds=ending.ideal_seconds, network_bytes=sum(r for _, r in ending.network_bytes.values()),
-                slowest_worker=ending.slowest_worker, attempts=ending.attempts,
+                slowest_worker=ending.slowest_worker, slowest_stage=ending.slowest_stage, attempts=ending.attempts,
                 superseded=ending.superseded,
             )  # fmt: skip
         self._ended = [*self._ended[-MAX_UPDATES:], ended]

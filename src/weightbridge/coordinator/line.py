@@ -17,7 +17,8 @@ cut off, keeps its connection."""
 class Line:
     """Times are of the steady clock. The TCP connection below may drop and come again; the line stays the same.
 
-    joined: the hub has let this end in; its owner sets it. last_heard: when a message came; its owner sets it.
+    begun: when it was dialled, or asked to be let in last. joined: the hub has let this end in; its owner sets it.
+    last_heard: when a message came; its owner sets it.
     """
 
     def __init__(self, endpoint: str, token: bytes) -> None:
@@ -33,14 +34,16 @@ class Line:
     def has_asked(self) -> bool:
         return self._asked_on > 0
 
-    def speak(self, join: w.Join, now: float, *, heartbeat_seconds: float, beats: bool = True) -> None:
-        """Ask to be let in, once on each connection until it is granted; then beat."""
-        if not self.joined and self.socket.num_connections > self._asked_on:
-            self._asked_on = self.socket.num_connections
+    def speak(self, join: w.Join, now: float, *, heartbeat_seconds: float, beats: bool = True) -> bool:
+        """Ask to be let in, once on each connection until it is granted; then beat. Returns whether it has just asked."""
+        asks = not self.joined and self.socket.num_connections > self._asked_on
+        if asks:
+            self._asked_on, self.begun = self.socket.num_connections, now
             self.socket.send(w.encode(join))
         if self.joined and beats and now >= self._next_beat:
             self._next_beat = now + heartbeat_seconds
             self.socket.send(w.encode(w.Heartbeat()))
+        return asks
 
     def gone_seconds(self, now: float, silence_seconds: float) -> float:
         """Since when there is no connection, if that is long enough to take the hub for dead; else 0. To be asked often.

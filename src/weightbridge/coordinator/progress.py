@@ -26,20 +26,19 @@ __all__ = ["ProgressThread"]
 
 _GRACE_SECONDS = 5.0  # beyond the hub's deadline, so that the hub's word, which names more, comes first
 _LOG = logging.getLogger(__name__)
+Failed = Callable[[WeightBridgeError], None]
 
 
 class ProgressThread:
     """One per worker. `submit` from any thread; the rest runs here unless a docstring says otherwise."""
 
     def __init__(
-        self, *, worker: str, spec: CheckpointSpec, options: Options, failed: Callable[[int, WeightBridgeError], None],
-        observe: Observe | None,
+        self, *, worker: str, spec: CheckpointSpec, options: Options, observe: Observe | None,
     ) -> None:  # fmt: skip
-        """failed: told of an attempt that failed here, and how; on this thread. observe: see Executor."""
+        """observe: see Executor."""
         self._worker = worker
         self._spec = spec
         self._options = options
-        self._failed = failed
         self._observe = observe
         self._session = 0
         self._source_map: SourceMap | None = None
@@ -48,13 +47,13 @@ class ProgressThread:
         self._program: WorkerProgram | None = None
         self._executor: Executor | None = None
         self._counted = NetworkBytes(0, 0)
-        self._work: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], Failed] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"wb-progress-{worker}", daemon=True)
         self._thread.start()
 
-    def submit(self, attempt: int, work: Callable[[], None]) -> None:
-        """From any thread: do this here, for that attempt."""
-        self._work.put((attempt, work))
+    def submit(self, work: Callable[[], None], failed: Failed) -> None:
+        """From any thread: do this here. failed: told on this thread when it fails, and how."""
+        self._work.put((work, failed))
 
     def abort(self, error: BaseException) -> None:
         """From any thread: end a transfer that runs, with that error."""
@@ -167,16 +166,16 @@ class ProgressThread:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            attempt, work = item
+            work, failed = item
             try:
                 work()
             except Aborted:
                 pass  # the hub said so, and asks for the end of the attempt next
             except WeightBridgeError as error:
-                self._failed(attempt, error)
+                failed(error)
             except Exception as error:  # our defect; everybody must still hear of it
-                _LOG.exception("%s: attempt %d failed", self._worker, attempt)
-                self._failed(attempt, InternalError(f"{self._worker}: {type(error).__name__}: {error}"))
+                _LOG.exception("%s: an attempt failed", self._worker)
+                failed(InternalError(f"{self._worker}: {type(error).__name__}: {error}"))
         self.stop()
 
 

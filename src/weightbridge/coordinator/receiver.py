@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator import session_events as events
 from weightbridge.coordinator.options import Group, Options, check_endpoint, rank_and_size
-from weightbridge.coordinator.seat import LoadWeights, OnProgress, Seat, Tensors, seconds_since_epoch
+from weightbridge.coordinator.seat import LoadWeights, OnProgress, Outlived, Seat, Tensors, seconds_since_epoch
 from weightbridge.coordinator.step_agreement import StepAgreement
 from weightbridge.errors import TransferTimeout, UsageError, WeightBridgeError
 from weightbridge.machine import messages as w
@@ -32,6 +32,7 @@ class ReceiverAdapter:
         tensors: Tensors, engine: str, node: str = "", options: Options | None = None,
         before_update_hook: Callable[[int], None] | None = None,
         on_progress: OnProgress | None = None,
+        on_request: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """group: of the workers of this engine, or (rank, size); asked for rank and size only.
 
@@ -41,6 +42,8 @@ class ReceiverAdapter:
         before_update_hook(version): runs on the worker's thread when the engine stands still, before weights are
         overwritten: the place to drop caches that belong to the old weights.
         on_progress: told of each load while this worker is probed.
+        on_request: called on a thread of the library whenever polls are waited for: wake an engine that has no requests,
+        and let all its workers poll until `requested` is False on each. It must return at once.
         """
         self._options = options or Options()
         check_endpoint(endpoint, self._options.token)
@@ -57,7 +60,7 @@ class ReceiverAdapter:
         )  # fmt: skip
         self._agreement = StepAgreement(
             window=self._options.window, idle_install=self._options.idle_install, changed=self._seat.changed,
-            post=self._seat.post, install_idle=self._install_idle,
+            post=self._seat.post, install_idle=self._install_idle, wanted=on_request,
         )  # fmt: skip
         self._gate = self._agreement.gate
         self._seat.start()
@@ -101,6 +104,11 @@ class ReceiverAdapter:
             lock.release()
 
     @property
+    def requested(self) -> bool:
+        """Whether the session waits for polls of this worker: for connecting, or to install a version."""
+        return self._agreement.requested
+
+    @property
     def version(self) -> int:
         """The version that this worker serves; -1 before the first update."""
         return self._seat.machine.version
@@ -115,7 +123,7 @@ class ReceiverAdapter:
         machine = self._seat.machine
         if machine.poisoned_by is not None:
             return "poisoned"
-        if machine.failure is not None:
+        if self._seat.failure is not None:
             return "failed"
         if machine.closed:
             return "closed"
@@ -129,8 +137,7 @@ class ReceiverAdapter:
 
         An engine that still holds a whole version goes on after a version was given up: its polls do not raise.
         """
-        machine = self._seat.machine
-        failure = machine.failure or machine.given_up
+        failure = self._seat.newest_failure
         return None if failure is None else self._seat.error_of(failure)
 
     def wait_ready(self, timeout_seconds: float) -> int:
@@ -156,7 +163,7 @@ class ReceiverAdapter:
         self._agreement.hear(message)
 
     def _session_ended(self, again: bool) -> None:
-        """On the control thread."""
+        """On the control thread, with the seat's `changed` held."""
         if again:
             self._agreement.renew()
             self._agreement.block(self._seat.machine.poisoned_by is not None)
@@ -168,58 +175,84 @@ class ReceiverAdapter:
         if self._seat.machine.poisoned_by is None:
             self._seat.check()
         if count < self._agreement.agreed_gate:  # nothing is asked of this poll, but polls are looked at
-            poisoned = self._seat.machine.poisoned_by
-            if poisoned is not None:
-                raise self._seat.error_of(poisoned)
-            return False
+            return self._served_nothing()
         self._seat.control.call(lambda: self._agreement.reached(count))
         limit = self._options.connect_timeout_seconds + self._options.update_timeout_seconds
-        request = self._agreement.wait_at_gate(count, self._seat.check, limit)
-        return request is not None and self._serve(request, stopped_at)
+        with self._seat.changed:  # the session does not change between the request and the look at its machine
+            request = self._agreement.wait_at_gate(count, self._seat.check, limit)
+            machine, session = self._seat.machine, self._agreement.session
+        return self._served_nothing() if request is None else self._serve(request, session, machine, stopped_at)
 
-    def _install_idle(self, request: int) -> None:
+    def _served_nothing(self) -> bool:
+        """What a poll that installed nothing comes to: the engine goes on with what it has, unless that is a mixture."""
+        poisoned = self._seat.machine.poisoned_by
+        if poisoned is not None:
+            raise self._seat.error_of(poisoned)
+        return False
+
+    def _install_idle(self, request: int, session: int) -> None:
         """On a thread of its own, the step lock held."""
+        with self._seat.changed:
+            machine = self._seat.machine
+            if session != self._agreement.session:
+                return
         try:
-            self._serve(request, seconds_since_epoch())
+            self._serve(request, session, machine, seconds_since_epoch())
         except WeightBridgeError:
             pass  # the engine's next poll raises it
         except Exception as error:
-            self._seat.report(error)
+            self._seat.report(error, machine)
 
-    def _serve(self, request: int, stopped_at: float) -> bool:
-        """The engine stands still: be probed, or take the version in. True when weights were installed."""
+    def _serve(self, request: int, session: int, machine: WorkerMachine, stopped_at: float) -> bool:
+        """The engine stands still: be probed, or take the version in. True when weights were installed.
+
+        session, machine: of the session that asks, which may end meanwhile.
+        """
         seat = self._seat
-        if self._agreement.is_connect(request):
-            seat.run_probe()
-            seat.control.call(lambda: self._agreement.done(request))
-            return False
-        version = seat.machine.begun[0]
+
+        def done() -> None:
+            seat.control.call(lambda: self._agreement.done(request, session))
+
+        try:
+            if self._agreement.is_connect(request):
+                seat.run_probe(machine)
+                done()
+                return self._served_nothing()
+            return self._install(machine, stopped_at, done)
+        except Outlived:  # whoever asked for it is gone
+            return self._served_nothing()
+
+    def _install(self, machine: WorkerMachine, stopped_at: float, done: Callable[[], None]) -> bool:
+        """Take in the version that the session of `machine` has begun. done: tells the agreement that it is over."""
+        seat, version = self._seat, machine.begun[0]
+        ended_at = {"agreement": seconds_since_epoch()}  # stages of the stall
         try:
             if self._hook is not None:
                 self._hook(version)
             if seat.staged:
                 seat.install(version)
             else:
-                self._take_in(version)
+                self._take_in(machine, version)
+                ended_at = {"agreement": max(seat.allowed_at, stopped_at), "transfer": seconds_since_epoch()}
         except _GivenUp:
-            seat.control.call(lambda: self._agreement.done(request))
-            if seat.machine.poisoned_by is not None:
-                raise seat.error_of(seat.machine.poisoned_by) from None
-            return False
+            done()
+            return self._served_nothing()
+        except Outlived:
+            raise
         except Exception as error:
-            if not seat.machine.over:
-                seat.report(error)
+            if not machine.over:
+                seat.report(error, machine)
             raise
         seat.run_loader(version)
         seat.installed(version)
         seat.control.call(lambda: self._agreement.block(False))
-        seat.control.call(lambda: self._agreement.done(request))
+        done()
         now = seconds_since_epoch()
-        seat.post_resumed(version, stopped_at, now)
+        seat.post_resumed(machine, version, stopped_at, now, stage=_longest(stopped_at, {**ended_at, "install": now}))
         seat.tell(events.Installed, version=version, stall_seconds=now - stopped_at)
         return True
 
-    def _take_in(self, version: int) -> None:
+    def _take_in(self, machine: WorkerMachine, version: int) -> None:
         """Direct: let the version's bytes into the live weights, over as many attempts as it takes; until it is whole."""
         seat, attempt = self._seat, -1
         limit = self._options.update_timeout_seconds + self._options.connect_timeout_seconds + _GRACE_SECONDS
@@ -227,11 +260,17 @@ class ReceiverAdapter:
         def news(machine: WorkerMachine) -> bool:
             return machine.committed >= version or machine.failed_version >= version or machine.begun[1] != attempt
 
-        while seat.machine.committed < version:
-            if seat.machine.failed_version >= version:
+        while machine.committed < version:
+            if machine.failed_version >= version:
                 raise _GivenUp
-            if seat.machine.begun[1] != attempt:
-                attempt = seat.machine.begun[1]
+            if machine.begun[1] != attempt:
+                attempt = machine.begun[1]
                 seat.bind_live()
-                seat.standing(version, attempt)
-            seat.wait_for(news, f"version {version} to be whole", limit)
+                seat.standing(machine, version, attempt)
+            seat.wait_for(news, f"version {version} to be whole", limit, of=machine)
+
+
+def _longest(began_at: float, ended_at: Mapping[str, float]) -> str:
+    """Of stages that follow on each other, the one that took longest. ended_at: in their order, at least one."""
+    begun = (began_at, *ended_at.values())
+    return max(zip(ended_at, ended_at.values(), begun, strict=False), key=lambda stage: stage[1] - stage[2])[0]

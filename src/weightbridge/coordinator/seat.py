@@ -35,7 +35,7 @@ from weightbridge.probe import ProbeOptions, live_tensors, probe
 from weightbridge.probe.cached import probe_with_cache
 from weightbridge.probe.carried import carried_tensors, staging_tensors
 
-__all__ = ["LoadWeights", "OnProgress", "Seat", "Tensors", "seconds_since_epoch"]
+__all__ = ["LoadWeights", "OnProgress", "Outlived", "Seat", "Tensors", "seconds_since_epoch"]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Tensors = Callable[[], Mapping[str, torch.Tensor]]
@@ -54,6 +54,10 @@ def seconds_since_epoch() -> float:
     return time.time()
 
 
+class Outlived(Exception):  # noqa: N818 (control flow between seat and receiver, never shown to users)
+    """The session that was waited for has ended in good order, or this worker goes on to the next one."""
+
+
 class Seat:
     """One worker in one session at a time. The adapters own it; `hear` is the adapter's ear for words only it understands."""
 
@@ -63,7 +67,7 @@ class Seat:
         hear: Callable[[w.Message], None] | None = None, ended: Callable[[bool], None] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:  # fmt: skip
-        """ended: told, on the control thread, that the session is over; True when the worker joins the next one."""
+        """ended: told, with `changed` held, that the session is over; True when the worker joins the next one."""
         self.name = f"{engine or role}/{rank}"
         self.options = options
         self.is_trainer = role == "trainer"
@@ -85,19 +89,21 @@ class Seat:
         self._moved: dict[int, NetworkBytes] = {}
         # Exceptions made of failures, newest last; and what this worker saw itself, with when to believe it.
         self._errors: list[tuple[w.Failure | w.UpdateFailed, WeightBridgeError]] = []
-        self._suspicion: tuple[float, WeightBridgeError] | None = None
+        self._suspicion: tuple[float, int, WeightBridgeError] | None = None  # when, of which attempt, what
         self._num_rounds = 0  # of the program in force
         self._next_telling = 0.0  # by the clock of observations
+        self._outlived: w.Failure | None = None  # what ended the session before this one
+        self.allowed_at = 0.0  # direct rollout: since when bytes may go into the live weights
         self._spans: dict[int, list[float]] = {}  # trainer: version -> [stopped computing, went on]; guarded by changed
         self.changed = threading.Condition()
-        self.machine = m.WorkerMachine(worker=self.name, engine=engine, staged=self.staged)
+        self.machine = self._probed_by = m.WorkerMachine(worker=self.name, engine=engine, staged=self.staged)
         self._join = partial(
             w.Join, protocol=w.PROTOCOL_VERSION, worker=self.name, role=role, engine=engine, rank=rank, size=size, node=node,
             bandwidth=options.bandwidth, spec_digest=checkpoint.digest,
             dtypes=tuple(sorted({t.dtype.name for t in live_tensors(tensors())})), staged=self.staged,
         )  # fmt: skip
         self.progress = ProgressThread(
-            worker=self.name, spec=checkpoint, options=options, failed=self._attempt_failed,
+            worker=self.name, spec=checkpoint, options=options,
             observe=options.observe if self._tell_observer is None else self._observe,
         )  # fmt: skip
         self.control = ControlThread(
@@ -118,8 +124,11 @@ class Seat:
         """Begin to join; from here on the callbacks may come."""
         self.control.start()
 
-    def post(self, message: w.Message) -> None:
-        self.control.post(message)
+    def post(self, message: w.Message, machine: m.WorkerMachine | None = None) -> None:
+        """machine: of the session that the message is for; dropped when that has been outlived. None: the one in force."""
+        with self.changed:
+            if machine is None or machine is self.machine:
+                self.control.post(message)
 
     def close(self) -> None:
         """Leave the session and end the threads. Idempotent; bounded by the data plane's deadline."""
@@ -137,12 +146,22 @@ class Seat:
 
     # --- for the worker's own thread --------------------------------------------------------------------------------------
 
-    def wait_for(self, done: Callable[[m.WorkerMachine], bool], what: str, seconds: float) -> None:
-        """Wait until `done`; raises the session's failure, or TransferTimeout saying what was waited for."""
+    def wait_for(
+        self, done: Callable[[m.WorkerMachine], bool], what: str, seconds: float, *, of: m.WorkerMachine | None = None
+    ) -> None:
+        """Wait until `done`; raises the session's failure, or TransferTimeout saying what was waited for.
+
+        of: of the session that the wait belongs to: raises Outlived when that ends in good order, or ends and this worker goes
+        on to the next one. None: waits on in the next one; raises WorkerError when none will come.
+        """
         give_up = time.monotonic() + seconds
         with self.changed:
-            while not done(self.machine):
+            while not done(of or self.machine):
                 self.check()
+                if of is not None and (of is not self.machine or of.over):
+                    raise Outlived
+                if self.machine.closed and not self._outlives(None):
+                    raise WorkerError(f"{self.name} waited for {what}, and the session was closed", causes={})
                 left = give_up - time.monotonic()
                 if left <= 0:
                     raise TransferTimeout(
@@ -152,11 +171,27 @@ class Seat:
                     )  # fmt: skip
                 self.changed.wait(left)
 
-    def check(self) -> None:
-        """Raise the session's failure if there is one."""
+    @property
+    def failure(self) -> w.Failure | None:
+        """What has ended the session, for good as far as this worker is concerned."""
         failure = self.machine.failure
+        return None if failure is None or self._outlives(failure) else failure
+
+    @property
+    def newest_failure(self) -> w.Failure | w.UpdateFailed | None:
+        """The newest thing that went wrong, also what ended a session that this worker has outlived."""
+        return self.machine.failure or self.machine.given_up or self._outlived
+
+    def check(self) -> None:
+        """Raise the session's failure if there is one that this worker does not outlive."""
+        failure = self.failure
         if failure is not None:
             raise self.error_of(failure)
+
+    def _outlives(self, failure: w.Failure | None) -> bool:
+        """Whether this worker goes on to the next session: it may, and its own side is not to blame."""
+        own_fault = failure is not None and any(name.startswith(f"{self._side}/") for name in failure.causes)
+        return self.options.when_trainers_fail == "rejoin" and not self.is_trainer and not own_fault
 
     def error_of(self, failure: w.Failure | w.UpdateFailed) -> WeightBridgeError:
         """The exception for a failure; the same object each time."""
@@ -170,19 +205,24 @@ class Seat:
         self._errors = [*self._errors[-_KEPT_ERRORS:], (failure, error)]
         return error
 
-    def run_probe(self) -> None:
-        """Wait for the hub's word, learn this worker's layout, report it. The whole side does this at the same time."""
+    def run_probe(self, machine: m.WorkerMachine) -> None:
+        """Wait for the hub's word, learn this worker's layout, report it. The whole side does this at the same time.
+
+        machine: of the session that asks. Raises Outlived when that ends meanwhile.
+        """
         limit = self.options.connect_timeout_seconds + _GRACE_SECONDS
-        self.wait_for(lambda s: s.probe_with is not None, "the word to probe", limit)
-        self._num_words = 0
+        self.wait_for(lambda s: s.probe_with is not None, "the word to probe", limit, of=machine)
+        self._probed_by, self._num_words = machine, 0
         try:
             source_map = self._kept_map() or self._learn()
             buffers = self._take_map(source_map)
-        except Exception as error:
-            self.report(error, kind="ProbeError")
+        except Outlived:
             raise
-        self.progress.welcome(self.machine.session, source_map, buffers)
-        self.post(w.LayoutReady(source_map=encode_source_map(source_map)))
+        except Exception as error:
+            self.report(error, machine, kind="ProbeError")
+            raise
+        self.progress.welcome(machine.session, source_map, buffers)
+        self.post(w.LayoutReady(source_map=encode_source_map(source_map)), machine)
 
     def _kept_map(self) -> SourceMap | None:
         """The layout learnt for an earlier session, when every worker of the side still has the one it had then."""
@@ -200,7 +240,7 @@ class Seat:
         folder = self.options.map_cache
         learn = probe if folder is None else partial(probe_with_cache, folder=folder, worker=self.name)
         return learn(
-            spec=self._spec, load_weights=self._load_weights, tensors=self._tensors, dtypes=self.machine.probe_with,
+            spec=self._spec, load_weights=self._load_weights, tensors=self._tensors, dtypes=self._probed_by.probe_with,
             progress=self._probing, allow_loader_path=not self.is_trainer, agree=self._agree,
             options=ProbeOptions(
                 backup=self.options.backup_weights,
@@ -221,7 +261,7 @@ class Seat:
             self._carried = staging_tensors(source_map)
             self._live = LiveMemory(source_map.live)
             # Kernels are bound to the old one until the progress thread has stopped the attempt that they belong to.
-            self.progress.submit(0, partial(_let_go, self._host))
+            self.progress.submit(partial(_let_go, self._host), self._tidying_failed)
             self._host = HostCopy(source_map, choose_kernels(self.options.kernels)) if self.staged else None
         return self._host.buffers if self._host is not None else self._live_buffers()
 
@@ -268,13 +308,14 @@ class Seat:
                         f"load_weights raised {type(error).__name__}: {error}, called with {len(group.tensors)} tensors of "
                         f"version {version} to make what it computes of them; the same call had succeeded at connect",
                         causes={},
-                    )
+                    ),
+                    self.machine,
                 )
                 raise
 
-    def standing(self, version: int, attempt: int) -> None:
+    def standing(self, machine: m.WorkerMachine, version: int, attempt: int) -> None:
         """Direct rollout: stands still and is bound; live weights may be overwritten as soon as the hub says so too."""
-        self._perform(lambda: self.machine.standing(version, attempt))
+        self._perform(machine, lambda: machine.standing(version, attempt))
 
     def installed(self, version: int) -> None:
         """This worker serves the version."""
@@ -282,24 +323,28 @@ class Seat:
             self.machine.installed(version)
             self.changed.notify_all()
 
-    def report(self, error: Exception, kind: str = "WorkerError") -> None:
-        """Tell the hub that this worker cannot go on. kind: under which name an error that is not one of ours travels."""
+    def report(self, error: Exception, machine: m.WorkerMachine, kind: str = "WorkerError") -> None:
+        """Tell the hub of that session that this worker cannot go on.
+
+        kind: under which name an error that is not one of ours travels.
+        """
         ours = isinstance(error, WeightBridgeError)
         reason = str(error) if ours else f"{type(error).__name__}: {error}"
         rank = getattr(error, "side_rank", None)  # another worker of this side met it
         lost = "" if rank is None else f"{self._side}/{rank}"
-        self.post(w.WorkerFailed(kind=kind_of(error) if ours else kind, reason=reason, lost=lost))
+        self.post(w.WorkerFailed(kind=kind_of(error) if ours else kind, reason=reason, lost=lost), machine)
 
     def _agree(self, data: bytes) -> tuple[bytes, ...]:
         """What every worker of this side says, by rank; on the worker's own thread, while it probes."""
         step = self._num_words
         self._num_words += 1
-        self.post(w.SideSay(step=step, data=data))
+        self.post(w.SideSay(step=step, data=data), self._probed_by)
         limit = self.options.connect_timeout_seconds + _GRACE_SECONDS
         self.wait_for(
-            lambda s: s.heard[0] >= step, f"the other workers of {self._side} at step {step} of the probe", limit
-        )
-        return self.machine.heard[1]
+            lambda s: s.heard[0] >= step, f"the other workers of {self._side} at step {step} of the probe", limit,
+            of=self._probed_by,
+        )  # fmt: skip
+        return self._probed_by.heard[1]
 
     def announce(self, version: int, stalled_at: float) -> None:
         """A trainer's weights are ready to go as `version`; it stopped computing for that at `stalled_at`."""
@@ -310,59 +355,68 @@ class Seat:
 
     # --- what the machine asks for ------------------------------------------------------------------------------------------
 
-    def _perform(self, ask: Callable[[], Iterable[m.Do]]) -> None:
-        """Feed the machine and do as it says. From any thread."""
-        with self.changed:
-            todo = tuple(ask())
+    def _perform(self, machine: m.WorkerMachine, ask: Callable[[], Iterable[m.Do]]) -> None:
+        """Feed the machine and do as it says. From any thread. Nothing, when its session has been outlived meanwhile."""
+        leave = False
+        with self.changed:  # what is queued here is queued for this session
+            if machine is not self.machine:
+                return
+            for do in ask():
+                match do:
+                    case m.Say(message=message):
+                        self.control.post(message)
+                    case m.Prepare(attempt=attempt, plan=plan):
+                        self._submit(machine, attempt, partial(self._prepare, machine, attempt, plan))
+                    case m.Connect(attempt=attempt, peers=peers):
+                        self._submit(machine, attempt, partial(self._connect, machine, attempt, peers))
+                    case m.Transfer(version=version, attempt=attempt):
+                        self._submit(machine, attempt, partial(self._transfer, machine, version, attempt))
+                    case m.Assemble(version=version, attempt=attempt):
+                        self.allowed_at = seconds_since_epoch()
+                        self.progress.allow_assemble(version, attempt)
+                    case m.Stop(attempt=attempt):
+                        self.progress.abort(WorkerError("the attempt was ended", causes={}))
+                        self._submit(machine, attempt, partial(self._stop, machine, attempt))
+                    case m.Leave():
+                        leave = True
             self.changed.notify_all()
-        for do in todo:
-            match do:
-                case m.Say(message=message):
-                    self.post(message)
-                case m.Prepare(attempt=attempt, plan=plan):
-                    self.progress.submit(attempt, partial(self._prepare, attempt, plan))
-                case m.Connect(attempt=attempt, peers=peers):
-                    self.progress.submit(attempt, partial(self._connect, attempt, peers))
-                case m.Transfer(version=version, attempt=attempt):
-                    self.progress.submit(attempt, partial(self._transfer, version, attempt))
-                case m.Assemble(version=version, attempt=attempt):
-                    self.progress.allow_assemble(version, attempt)
-                case m.Stop(attempt=attempt):
-                    self.progress.abort(WorkerError("the attempt was ended", causes={}))
-                    self.progress.submit(attempt, partial(self._stop, attempt))
-                case m.Leave():
-                    self._leave()
+        if leave:
+            self._leave()
+
+    def _submit(self, machine: m.WorkerMachine, attempt: int, work: Callable[[], None]) -> None:
+        self.progress.submit(work, partial(self._attempt_failed, machine, attempt))
 
     def _leave(self) -> None:
         """The session is over for this worker, which may join the next one."""
         failure = self.machine.failure
         causes, kind = ({}, "") if failure is None else (failure.causes, failure.kind)
         self.tell(events.SessionEnded, kind=kind, causes=causes)
-        own_fault = failure is not None and any(n.startswith(f"{self._side}/") for n in failure.causes)
-        again = self.options.when_trainers_fail == "rejoin" and not self.is_trainer and not own_fault
+        again = self._outlives(failure)
         self.progress.abort(WorkerError("the session is over", causes={}))
-        self.progress.submit(0, self.progress.stop)
-        if again:
-            if failure is not None:
-                _LOG.warning("%s keeps version %d: %s", self.name, self.machine.version, self.error_of(failure).message)
-            with self.changed:
+        self.progress.submit(self.progress.stop, self._tidying_failed)
+        if failure is not None and again:
+            _LOG.warning("%s keeps version %d: %s", self.name, self.machine.version, self.error_of(failure).message)
+        with self.changed:  # sessions change in one step for whoever waits
+            if again:
                 old = self.machine
                 self.machine = m.WorkerMachine(
                     worker=self.name, engine=self._engine, staged=self.staged, version=old.version
                 )
                 self.machine.poisoned_by, self.machine.mixed = old.poisoned_by, old.mixed
-                self.changed.notify_all()
-        else:
-            self.control.stop_watching()
-        if self._on_ended is not None:
-            self._on_ended(again)
+                self._outlived, self._suspicion = failure, None
+            if self._on_ended is not None:
+                self._on_ended(again)
+            self.changed.notify_all()
         if again:
             self.control.rejoin(self._join(version=self.machine.version))
+        else:
+            self.control.stop_watching()
 
     # --- on the control thread --------------------------------------------------------------------------------------------
 
     def _on_message(self, message: w.Message) -> None:
-        self._perform(lambda: self.machine.hear(message))
+        machine = self.machine
+        self._perform(machine, lambda: machine.hear(message))
         self._tell_of(message)
         if self._hear is not None:
             self._hear(message)
@@ -384,8 +438,8 @@ class Seat:
                 self.tell(
                     events.UpdateFinished, version=message.version, ewtt_seconds=message.ewtt_seconds,
                     agst_seconds=message.agst_seconds, ideal_seconds=message.ideal_seconds,
-                    network_bytes=message.network_bytes, slowest_worker=message.slowest_worker, attempts=message.attempts,
-                    superseded=message.superseded,
+                    network_bytes=message.network_bytes, slowest_worker=message.slowest_worker,
+                    slowest_stage=message.slowest_stage, attempts=message.attempts, superseded=message.superseded,
                 )  # fmt: skip
             case w.UpdateFailed():
                 self.tell(
@@ -407,41 +461,43 @@ class Seat:
         suspicion = self._suspicion
         if suspicion is not None and now >= suspicion[0]:
             self._suspicion = None
-            if not self.machine.over and self.machine.attempt > self.machine.stopped_attempt:
-                self._lost_hub(suspicion[1])
+            _, attempt, error = suspicion
+            if not self.machine.over and attempt == self.machine.attempt > self.machine.stopped_attempt:
+                self._lost_hub(error)
 
     def _lost_hub(self, error: WeightBridgeError) -> None:
         """The hub does not answer, or did not let this worker in."""
+        machine = self.machine
 
         def failed() -> tuple[m.Do, ...]:
-            if self.machine.over:
+            if machine.over:
                 return ()
-            failure = error_to_failure(error, me=self.name, version=self.machine.begun[0])
-            self.machine.fail(failure)
-            if self.machine.failure is failure:  # not changed to say that the weights are a mixture
+            failure = error_to_failure(error, me=self.name, version=machine.begun[0])
+            machine.fail(failure)
+            if machine.failure is failure:  # not changed to say that the weights are a mixture
                 self._remember(failure, error)
             return (m.Leave(failed=True),)
 
-        self._perform(failed)
+        self._perform(machine, failed)
 
     # --- on the progress thread -------------------------------------------------------------------------------------------
 
-    def _prepare(self, attempt: int, plan: bytes) -> None:
+    def _prepare(self, machine: m.WorkerMachine, attempt: int, plan: bytes) -> None:
         digest, endpoint = self.progress.prepare(plan)
-        self.post(w.ProgramReady(attempt=attempt, plan_digest=digest, endpoint=endpoint))
+        self.post(w.ProgramReady(attempt=attempt, plan_digest=digest, endpoint=endpoint), machine)
 
-    def _connect(self, attempt: int, peers: Mapping[str, w.PeerEndpoint]) -> None:
+    def _connect(self, machine: m.WorkerMachine, attempt: int, peers: Mapping[str, w.PeerEndpoint]) -> None:
         self.progress.connect(peers)
-        self.post(w.Connected(attempt=attempt))
+        self.post(w.Connected(attempt=attempt), machine)
 
-    def _stop(self, attempt: int) -> None:
+    def _stop(self, machine: m.WorkerMachine, attempt: int) -> None:
         self.progress.stop()
-        self._perform(lambda: self.machine.stopped(attempt))
+        self._perform(machine, lambda: machine.stopped(attempt))
 
-    def _transfer(self, version: int, attempt: int) -> None:
+    def _transfer(self, machine: m.WorkerMachine, version: int, attempt: int) -> None:
         def released() -> None:
             with self.changed:
-                if self.machine.release(version, attempt) and not self.staged:
+                if machine.release(version, attempt) and not self.staged:
                     self._spans.setdefault(version, [0.0, 0.0])[1] = seconds_since_epoch()
                 self.changed.notify_all()
 
@@ -449,16 +505,18 @@ class Seat:
         moved = self.progress.transfer(version=version, attempt=attempt, may_assemble=not direct, released=released)
         with self.changed:
             self._moved = {version: moved}
-            unreleased = self.is_trainer and self.machine.released < version
+            unreleased = self.is_trainer and machine.released < version
         if unreleased:
             released()
-        self._perform(lambda: self.machine.transferred(version, attempt))
+        self._perform(machine, lambda: machine.transferred(version, attempt))
         if self.is_trainer:
             with self.changed:
                 stalled_at, resumed_at = self._spans[version]
-            self.post_resumed(version, stalled_at, max(stalled_at, resumed_at))
+            self.post_resumed(
+                machine, version, stalled_at, max(stalled_at, resumed_at), stage="capture" if self.staged else "send"
+            )
 
-    def _attempt_failed(self, attempt: int, error: WeightBridgeError) -> None:
+    def _attempt_failed(self, machine: m.WorkerMachine, attempt: int, error: WeightBridgeError) -> None:
         """This worker's own part has failed. The hub sees more than one worker does: its word is awaited for a moment."""
         lost, reason = "", error.message
         causes = getattr(error, "causes", None) or {}
@@ -466,21 +524,31 @@ class Seat:
             lost, reason = next(iter(causes.items()))
         elif isinstance(error, TransferTimeout):
             lost = next(iter(getattr(error, "waiting_for", ())), "")
-        if attempt == 0:  # of none that the hub knows: what was left of one could not be taken down
-            _LOG.warning("%s: %s", self.name, error.message)
-            return
-        self._suspicion = (time.monotonic() + _VERDICT_SECONDS, error)
+        with self.changed:
+            if machine is self.machine:
+                self._suspicion = (time.monotonic() + _VERDICT_SECONDS, attempt, error)
         kind = kind_of(error)
-        self._perform(lambda: self.machine.attempt_failed(attempt, kind=kind, reason=reason, lost=lost))
+        self._perform(machine, lambda: machine.attempt_failed(attempt, kind=kind, reason=reason, lost=lost))
 
-    def post_resumed(self, version: int, stalled_at: float, resumed_at: float) -> None:
-        """Tell the hub that this worker computes again, and what the version cost it."""
+    def _tidying_failed(self, error: WeightBridgeError) -> None:
+        """What was left of a session could not be taken down."""
+        _LOG.warning("%s: %s", self.name, error.message)
+
+    def post_resumed(
+        self, machine: m.WorkerMachine, version: int, stalled_at: float, resumed_at: float, *, stage: str
+    ) -> None:
+        """Tell the hub of that session that this worker computes again, and what the version cost it.
+
+        stage: what took most of that.
+        """
         moved = self._moved.get(version, NetworkBytes(0, 0))
         self.post(
             w.Resumed(
-                version=version, stalled_at=stalled_at, resumed_at=resumed_at, sent=moved.sent, received=moved.received
-            )
-        )
+                version=version, stalled_at=stalled_at, resumed_at=resumed_at, sent=moved.sent, received=moved.received,
+                stage=stage,
+            ),
+            machine,
+        )  # fmt: skip
 
 
 def _let_go(host: HostCopy | None) -> None:

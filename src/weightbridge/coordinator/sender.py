@@ -27,7 +27,8 @@ class UpdateReport:
     ewtt_seconds: from the first worker that stopped computing to the last that resumed. agst_seconds: total stall of all
     workers over their number. network_bytes: worker -> (sent, received) between nodes, counted by the kernel.
     engines: engine -> "ready", "superseded" (it left the version out for a newer one) or "lost". attempts: how often it
-    was sent. slowest_worker: the last one to go on.
+    was sent. slowest_worker: the last one to go on. slowest_stage: what took most of its stall: "capture" or "send" for a
+    trainer, "agreement", "transfer" or "install" for an engine's worker.
     """
 
     version: int
@@ -37,6 +38,7 @@ class UpdateReport:
     engines: Mapping[str, str]
     attempts: int = 1
     slowest_worker: str = ""
+    slowest_stage: str = ""
     ideal_seconds: float = 0.0
 
 
@@ -73,6 +75,7 @@ class UpdateHandle:
             engines=MappingProxyType(dict(ending.engines)),
             attempts=ending.attempts,
             slowest_worker=ending.slowest_worker,
+            slowest_stage=ending.slowest_stage,
             ideal_seconds=ending.ideal_seconds,
         )
 
@@ -148,7 +151,7 @@ class SenderAdapter:
             on_progress=self._on_progress,
         )  # fmt: skip
         self._seat.start()
-        self._seat.run_probe()
+        self._seat.run_probe(self._seat.machine)
         limit = (
             5 * self._options.connect_timeout_seconds + _GRACE_SECONDS
         )  # one for each phase; the hub's deadlines come first

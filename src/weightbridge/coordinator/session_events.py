@@ -111,8 +111,8 @@ class UpdateFinished(SessionEvent):
     ewtt_seconds: from the first worker that stopped computing to the last that resumed. agst_seconds: total stall over
     the number of workers. ideal_seconds: T_min of the plan at the workers' bandwidths, 0.0 where no byte has to cross
     the network. network_bytes: worker -> (sent, received) between nodes. slowest_worker, slowest_stage: who went on
-    last, and in what it was then ("" where not known). attempts: how often it was sent. superseded: an engine left it
-    out for a newer one.
+    last, and what took most of its stall: capture or send (a trainer), agreement, transfer or install. attempts: how
+    often it was sent. superseded: an engine left it out for a newer one.
     """
 
     version: int

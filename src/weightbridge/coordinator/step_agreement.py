@@ -24,10 +24,12 @@ class StepAgreement:
 
     def __init__(
         self, *, window: int, idle_install: bool, changed: threading.Condition,
-        post: Callable[[w.Message], None], install_idle: Callable[[int], None],
+        post: Callable[[w.Message], None], install_idle: Callable[[int, int], None],
+        wanted: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """changed: guards what the polling thread waits for. install_idle: called on a thread of its own to install under
-        the step lock; it must end with `done` being called on the control thread."""
+        """changed: guards what the polling thread waits for. install_idle(request, session): called on a thread of its own to
+        install under the step lock; it must end with `done` being called on the control thread. wanted: called on the
+        control thread whenever a poll to come will have to stop."""
         self.gate = Gate()
         self.step_lock = threading.Lock()
         self._window = window
@@ -36,11 +38,13 @@ class StepAgreement:
         self._changed = changed
         self._post = post
         self._install_idle = install_idle
+        self._wanted = wanted
         self._install: int | None = None  # request to install on the polling thread; guarded by _changed
         self._connect_requests: set[int] = set()
         self.agreed_gate = a.NO_GATE  # what the agreement wants of the gate; the control thread writes it
         self._blocked = False
         self._ended = False
+        self.session = 0  # counts renewals
         self._idle_thread: threading.Thread | None = None
 
     # --- on the polling thread ----------------------------------------------------------------------------------------------
@@ -57,7 +61,7 @@ class StepAgreement:
                 if self._install is not None:
                     request, self._install = self._install, None
                     return request
-                if count < self.agreed_gate and not self._ended:
+                if count < self.agreed_gate or self._ended:  # in good order: else check() has raised
                     return None
                 left = give_up - time.monotonic()
                 if left <= 0:
@@ -67,6 +71,11 @@ class StepAgreement:
                         waiting_for=(HUB_WORKER,), seconds=seconds,
                     )  # fmt: skip
                 self._changed.wait(left)
+
+    @property
+    def requested(self) -> bool:
+        """Any thread: whether a poll is agreed on, or will be."""
+        return self.agreed_gate != a.NO_GATE
 
     def is_connect(self, request: int) -> bool:
         """Any thread: whether a request is for probing rather than for an update."""
@@ -84,8 +93,10 @@ class StepAgreement:
     def reached(self, count: int) -> None:
         self._feed(a.Reached(count))
 
-    def done(self, request: int) -> None:
-        self._feed(a.InstallDone(request))
+    def done(self, request: int, session: int) -> None:
+        """session: what `session` was when the request was taken: requests of two sessions may have the same number."""
+        if session == self.session:
+            self._feed(a.InstallDone(request))
 
     def end(self) -> None:
         """The session has failed: every later poll stops and looks; then let go of everything.
@@ -103,6 +114,7 @@ class StepAgreement:
             self._feed(a.Aborted(self._member.request))
         self._member = a.AgreementMember(self._window)
         self._connect_requests.clear()
+        self.session += 1
 
     def _feed(self, event: a.MemberEvent) -> None:
         for instruction in self._member.handle(event):
@@ -128,7 +140,7 @@ class StepAgreement:
     def _begin_install(self, request: int, idle: bool) -> None:
         if idle:
             self._idle_thread = threading.Thread(
-                target=self._install_idle, args=(request,), name="wb-idle-install", daemon=True
+                target=self._install_idle, args=(request, self.session), name="wb-idle-install", daemon=True
             )
             self._idle_thread.start()
             return
@@ -150,3 +162,5 @@ class StepAgreement:
         self.gate.gate = 0 if self._ended or self._blocked else self.agreed_gate
         with self._changed:
             self._changed.notify_all()
+        if self._wanted is not None and self.gate.gate != a.NO_GATE:
+            self._wanted()

@@ -343,7 +343,7 @@ class Committed(Message, frozen=True):
 class Resumed(Message, frozen=True):
     """Worker -> hub: computing again. Times are seconds since the epoch by this machine's clock.
 
-    sent, received: network bytes of this version, counted by the kernel.
+    sent, received: network bytes of this version, counted by the kernel. stage: what took most of the stall.
     """
 
     version: Count
@@ -351,6 +351,7 @@ class Resumed(Message, frozen=True):
     resumed_at: float
     sent: Count
     received: Count
+    stage: Name = ""
 
 
 class Report(Message, frozen=True):
@@ -364,6 +365,7 @@ class Report(Message, frozen=True):
     engines: dict[Name, Name]
     attempts: Count = 1
     slowest_worker: Name = ""
+    slowest_stage: Name = ""
     ideal_seconds: float = 0.0
 
     @property

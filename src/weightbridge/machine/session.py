@@ -226,7 +226,7 @@ class SessionMachine:
         planned = self._next_epoch
         if planned is None or planned.number != made.epoch:
             return
-        if all(self.roster.sides.get(side.name) is side for side in planned.sides):
+        if self._all_here(planned):
             planned.digest, planned.plan = made.digest, made.plan
         else:
             self._next_epoch = None  # somebody left meanwhile: plan again
@@ -237,12 +237,17 @@ class SessionMachine:
         if planned is None or planned.number != refused.epoch:
             return
         self._next_epoch = None
+        if not self._all_here(planned):
+            return  # somebody left meanwhile: plan again
         old = self.epoch.sides
         newcomers = {n: refused.reason for side in planned.sides if side not in old for n in side.workers}
         if not self._been_ready or not newcomers or not old:
             self._fail({"planner": refused.reason}, refused.kind)
         else:
             self._lose(newcomers, refused.kind, now)
+
+    def _all_here(self, epoch: Epoch) -> bool:
+        return all(self.roster.sides.get(side.name) is side for side in epoch.sides)
 
     def _prepare(self, plan: bytes, now: float) -> None:
         """A new attempt of the epoch in force. plan: b"" when its members have it."""
@@ -388,7 +393,7 @@ class SessionMachine:
             return
         report = update.report()
         self.update = None
-        self._enter(Phase.READY, now)
+        self._enter(Phase.READY if self.epoch.planned else Phase.PLANNING, now)  # an engine may have gone at the end
         self._out += [Send(name, report) for name in self.roster.trainers.workers]
         if self._leaving:
             self._enter(Phase.CLOSED, now)
@@ -409,7 +414,7 @@ class SessionMachine:
             if side.staged and stopped and side.name not in update.agreed and not update.done(side):
                 update.skipped.add(side.name)
         self._finish_if_done(now)
-        if self.update is None and not self._over:
+        if self.phase is Phase.READY:
             self._advance_update(now)
 
     # --- what goes wrong --------------------------------------------------------------------------------------------------

@@ -100,4 +100,5 @@ class Update:
             engines={**engines, **dict.fromkeys(sorted(self.lost_engines), "lost")},
             attempts=self.attempts,
             slowest_worker=slowest,
+            slowest_stage=spans[slowest].stage if slowest else "",
         )

@@ -88,7 +88,7 @@ class PrometheusObserver:
             "network_bytes", "Bytes between nodes, as the kernel counted them", "worker", "direction"
         )
         self._slowest = self._counter(
-            "slowest", "How often a worker went on last, and in which stage", "worker", "stage"
+            "slowest", "How often a worker went on last, by what took most of its stall", "worker", "stage"
         )
         self._version = self._gauge("version", "Newest version that has ended well")
         self._round = self._gauge("update_round", "Rounds done of the version in flight", "worker")

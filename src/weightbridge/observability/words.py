@@ -34,7 +34,7 @@ def ratio_text(ewtt_seconds: float, ideal_seconds: float) -> str:
 
 
 def slowest_text(worker: str, stage: str) -> str:
-    """ "rollout-a/3 in exchange"; "-" where nobody knows."""
+    """ "rollout-a/3 in transfer"; "-" where nobody knows."""
     return (f"{worker} in {stage}" if stage else worker) or "-"
 
 
