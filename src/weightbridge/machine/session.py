@@ -453,17 +453,22 @@ class SessionMachine:
             self._next_epoch = None
         if side not in self.epoch.sides:
             return
-        self._out_of_epoch(side, workers, causes, kind, now, poisoned=poisoned)
+        through = update is not None and state == "left" and update.resumed.keys() >= causes.keys()
+        self._out_of_epoch(side, workers, causes, kind, now, poisoned=poisoned, through=through)
 
     def _out_of_epoch(
-        self, side: Side, workers: list[str], causes: dict[str, str], kind: str, now: float, *, poisoned: bool
-    ) -> None:
+        self, side: Side, workers: list[str], causes: dict[str, str], kind: str, now: float, *, poisoned: bool, through: bool
+    ) -> None:  # fmt: skip
+        """through: its workers go because they have installed the version in flight."""
         update = self.update
         if update is not None and side.name in update.engines:
             had_all = update.transferred.issuperset(workers)
             del update.engines[side.name]
-            update.lost_engines[side.name] = poisoned
-            if self.phase is Phase.UPDATING and had_all and self._policy.when_engine_fails == "drop":
+            if had_all and through:
+                update.gone.add(side.name)
+            else:
+                update.lost_engines[side.name] = poisoned
+            if self.phase is Phase.UPDATING and had_all and (through or self._policy.when_engine_fails == "drop"):
                 self._break_epoch()
                 self._finish_if_done(now)  # nobody needs anything more of it
                 if self.update is None and not self._over:

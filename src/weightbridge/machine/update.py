@@ -34,6 +34,7 @@ class Update:
     resumed: dict[str, w.Resumed] = field(default_factory=dict)  # workers
     lost: dict[str, str] = field(default_factory=dict)  # workers that cannot go on, and why
     lost_engines: dict[str, bool] = field(default_factory=dict)  # engine -> whether it was left with a mixture
+    gone: set[str] = field(default_factory=set)  # engines that left in good order, after they had installed it
     blamed: dict[str, str] = field(default_factory=dict)  # workers that others could not reach, and what those say
     kind: str = "WorkerError"  # of the first failure
     superseding: bool = False
@@ -91,7 +92,8 @@ class Update:
         begin = min((r.stalled_at for r in spans.values()), default=0.0)
         stalls = [r.resumed_at - r.stalled_at for r in spans.values()]
         slowest = max(spans, key=lambda n: spans[n].resumed_at, default="")
-        engines = {name: "superseded" if name in self.skipped else "ready" for name in self.engines}
+        names = sorted(self.engines.keys() | self.gone)
+        engines = {name: "superseded" if name in self.skipped else "ready" for name in names}
         return w.Report(
             version=self.version,
             ewtt_seconds=max((r.resumed_at for r in spans.values()), default=0.0) - begin,
