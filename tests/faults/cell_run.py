@@ -32,6 +32,7 @@ STOPPED_SECONDS = 3 * DEADLINE_SECONDS
 TOLD_SECONDS = cell_worker.UPDATE_TIMEOUT_SECONDS + 2 * DEADLINE_SECONDS
 """Within which every survivor must have been told: the update's deadline, and silence noticed twice."""
 _MEMORY_SECONDS = 4.0
+_SETTLING_SECONDS = 2.0  # for the victim to say whether it can go on
 _CELL_SECONDS = 90.0
 _FIRST, _SECOND = (1, 2, 3, 4), (5, 6)
 _CONTEXT = get_context("forkserver")
@@ -105,9 +106,9 @@ class _Run:
             if self.cell.kind == "cut" and self.cell.victim in _TRAINERS:
                 self.lane.link(self.cell.victim, "up")
             self._until(lambda: not self._todo)
-            if self.lost_engine() is not None:
-                self._until(lambda: self._ended(self._workers_of(self.lost_engine())))
-            left = tuple(e for e in ENGINES if not self._ended(self._workers_of(e)))
+            settled = time.monotonic() + _SETTLING_SECONDS
+            self._until(lambda: self.lost_engine() is not None or time.monotonic() > settled)
+            left = tuple(e for e in ENGINES if e != self.lost_engine())
             for worker in _TRAINERS:
                 self._start(f"{worker} again", worker, left, _SECOND)
             self._until(lambda: self._ended([f"{w} again" for w in _TRAINERS]))
@@ -182,7 +183,7 @@ class _Run:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-    # --- what it came to --------------------------------------------------------------------------------------------------------
+    # --- what it came to --------------------------------------------------------------------------------------------------
 
     def judge(self) -> Outcome:
         outcome = Outcome(cell=self.cell, workers={name: self.diary(name) for name in self.processes})

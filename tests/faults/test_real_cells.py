@@ -18,7 +18,7 @@ CELLS = tuple(
         ("kill", "trainer/1", "receive", "staged"),
         ("kill", "tp/0", "install", "staged"),
         ("kill", "tp/1", "exchange", "direct"),
-        ("stop", "trainer/1", "exchange", "direct"),
+        ("stop", "trainer/0", "install", "direct"),
         ("stop", "tp/0", "install", "direct"),
         ("stop", "tp/1", "receive", "staged"),
         ("cut", "trainer/0", "receive", "direct"),

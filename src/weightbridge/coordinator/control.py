@@ -228,6 +228,9 @@ class ControlThread:
             _LOG.info("%s is not let in at %s yet: %s", self._join.worker, self._endpoint, reason)
             self._why_not, self._redial_at = reason, time.monotonic() + _RETRY_SECONDS
             return
+        if line.joined and line.has_changed:
+            self._lose_hub(f"has died: who answers at its address now does not know this worker ({reason})")
+            return
         who = self._join.worker
         what = "is out of the session" if line.joined else "was not let in"
         self._fail(ConnectError(f"{who} {what} at {self._endpoint}: {reason}", causes={who: reason}))

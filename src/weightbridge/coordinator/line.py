@@ -34,6 +34,11 @@ class Line:
     def has_asked(self) -> bool:
         return self._asked_on > 0
 
+    @property
+    def has_changed(self) -> bool:
+        """The connection that the Join went over has ended, and another stands: perhaps with another hub."""
+        return self.socket.num_connections > self._asked_on
+
     def speak(self, join: w.Join, now: float, *, heartbeat_seconds: float, beats: bool = True) -> bool:
         """Ask to be let in, once on each connection until it is granted; then beat. Returns whether it has just asked."""
         asks = not self.joined and self.socket.num_connections > self._asked_on
