@@ -324,3 +324,24 @@ def test_words_of_an_attempt_that_is_over_change_nothing() -> None:
     job.hear("a/0", w.ProgramReady(attempt=1, plan_digest="digest", endpoint=ENDPOINT))
     job.hear("a/0", w.Quiesced(attempt=1, touched=True, released=True))
     assert len(job.said) == before
+
+
+def test_an_engine_that_has_installed_and_not_said_so_yet_is_waited_for_before_another_attempt() -> None:
+    """Its agreement is at rest, its last word of the version is still on the way: it does not stand still any more."""
+    job = Job()
+    job.mute = lambda worker, message: (
+        (worker == "a/1" and isinstance(message, w.AllowAssemble)) or (worker == "b/0" and isinstance(message, w.Committed))
+    )  # fmt: skip
+    job.join_all()
+    job.send(1)
+    committed = job.heard_by("b/0", w.Committed)[0]
+    job.mixed.discard("b/0")
+    job.hear("b/0", w.Installed(request=committed.request))  # type: ignore[attr-defined]
+    proposed = len(job.heard_by("b/0", w.Propose))
+    job.mute = lambda worker, message: False
+    job.hear("a/1", w.AttemptFailed(attempt=1, kind="WorkerError", reason="connection reset", lost="trainer/1"))
+    assert len(job.heard_by("b/0", w.Begin)) == 1
+    job.resume("b/0", 1, 1.5, 4.0)
+    assert [m.attempt for m in job.heard_by("b/0", w.Begin)] == [1, 2]  # type: ignore[attr-defined]
+    assert len(job.heard_by("b/0", w.Propose)) == proposed + 1  # bytes go into live weights once more
+    assert reports(job)[0].attempts == 2

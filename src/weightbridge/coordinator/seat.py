@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Seat:
         self._num_words = 0
         self._moved: dict[int, NetworkBytes] = {}
         # Exceptions made of failures, newest last; and what this worker saw itself, with when to believe it.
-        self._errors: list[tuple[w.Failure | w.UpdateFailed, WeightBridgeError]] = []
+        self._errors: list[tuple[w.Failure | w.UpdateFailed, WeightBridgeError, TracebackType | None]] = []
         self._suspicion: tuple[float, int, WeightBridgeError] | None = None  # when, of which attempt, what
         self._num_rounds = 0  # of the program in force
         self._next_telling = 0.0  # by the clock of observations
@@ -194,15 +195,16 @@ class Seat:
         return self.options.when_trainers_fail == "rejoin" and not self.is_trainer and not own_fault
 
     def error_of(self, failure: w.Failure | w.UpdateFailed) -> WeightBridgeError:
-        """The exception for a failure; the same object each time."""
+        """The exception for a failure; the same object each time, with the traceback it had at first: every poll of a poisoned
+        engine raises it, and each raise adds to that."""
         with self.changed:
-            for known, error in self._errors:
+            for known, error, traceback in self._errors:
                 if known is failure:
-                    return error
+                    return error.with_traceback(traceback)
             return self._remember(failure, failure_to_error(failure, me=self.name))
 
     def _remember(self, failure: w.Failure | w.UpdateFailed, error: WeightBridgeError) -> WeightBridgeError:
-        self._errors = [*self._errors[-_KEPT_ERRORS:], (failure, error)]
+        self._errors = [*self._errors[-_KEPT_ERRORS:], (failure, error, error.__traceback__)]
         return error
 
     def run_probe(self, machine: m.WorkerMachine) -> None:
@@ -220,9 +222,17 @@ class Seat:
             raise
         except Exception as error:
             self.report(error, machine, kind="ProbeError")
-            raise
+            raise self._named(error) from error
         self.progress.welcome(machine.session, source_map, buffers)
         self.post(w.LayoutReady(source_map=encode_source_map(source_map)), machine)
+
+    def _named(self, error: Exception) -> Exception:
+        """The same error; one that another worker of this side met names that worker."""
+        rank = getattr(error, "side_rank", None)
+        if rank is None:
+            return error
+        failure = w.Failure(kind=kind_of(error), causes={f"{self._side}/{rank}": str(error)}, version=-1)
+        return failure_to_error(failure, me=self.name)
 
     def _kept_map(self) -> SourceMap | None:
         """The layout learnt for an earlier session, when every worker of the side still has the one it had then."""

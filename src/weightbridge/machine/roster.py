@@ -68,7 +68,9 @@ class Side:
         return [f"{prefix}/{rank}" for rank in range(self.size) if rank not in self.joins]
 
     def say(self, worker: str, message: w.SideSay) -> str:
-        """Note a worker's word to its side. Why it is out of turn, or empty."""
+        """Note a worker's word to its side. Why it is out of turn, or empty; a word said twice changes nothing."""
+        if message.step < self.step or self.words.get(worker) == message.data:
+            return ""
         if message.step != self.step or worker in self.words:
             return f"spoke at step {message.step} of its side's probe, which is at step {self.step}"
         self.words[worker] = message.data

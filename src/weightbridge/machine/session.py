@@ -310,7 +310,7 @@ class SessionMachine:
         """In phase READY: begin what is to be sent again or what every trainer wants, once no engine is busy with the
         last one."""
         if self.update is not None:
-            if self._retry and all(self._may_go_on(side) for side in self.update.engines.values()):
+            if self._retry and all(map(self._may_go_on, self.update.engines.values())):
                 self._begin_again(self.update, now)
             return
         version = self._wanted
@@ -326,11 +326,11 @@ class SessionMachine:
         self._begin(self.update, now)
 
     def _may_go_on(self, side: Side) -> bool:
-        """Before another attempt: the engine is at rest, or stands still and waits for its bytes."""
+        """Before another attempt: the engine is at rest, or stands still and waits. One that was let go says so first."""
         update = self.update
-        standing = update is not None and side.name in update.agreed and not side.staged and not update.done(side)
-        committed = update is not None and side.name in update.committed
-        return side.leader is None or side.leader.at_rest or (standing and not committed)
+        if update is not None and not side.staged and not update.done(side) and side.name in update.agreed:
+            return side.name not in update.committed
+        return side.leader is None or side.leader.at_rest
 
     def _begin_again(self, update: Update, now: float) -> None:
         self._retry = False

@@ -336,7 +336,10 @@ class _Worker:
 
     def installed(self, version: int) -> None:
         self.machine.installed(version)
-        self.job.to_hub(self, self.job.resumed(version))
+        if self.job.random.random() < 0.5:  # the agreement's word and the machine's may come in either order
+            self.job.to_hub(self, self.job.resumed(version))
+        else:
+            self.soon(lambda: self.job.to_hub(self, self.job.resumed(version)), 0.1)
         if self.serving is not None:
             self.end_serving(self.serving)
 
