@@ -44,7 +44,17 @@ def test_a_worker_that_speaks_out_of_turn_ends_the_session(step: int) -> None:
     assert f"step {step}" in job.failure.causes["a/1"]
 
 
-def test_a_worker_that_speaks_twice_ends_the_session() -> None:
+def test_a_word_that_is_said_twice_changes_nothing() -> None:
+    job = probing()
+    job.hear("a/1", w.SideSay(step=0, data=b"one"))
+    job.hear("a/1", w.SideSay(step=0, data=b"one"))
+    job.hear("a/0", w.SideSay(step=0, data=b"nought"))
+    job.hear("a/1", w.SideSay(step=0, data=b"one"))  # late: the side is at step 1
+    assert [m.data for m in job.heard_by("a/1", w.SideHeard)] == [(b"nought", b"one")]  # type: ignore[attr-defined]
+    assert job.machine.phase is s.Phase.PROBING
+
+
+def test_a_worker_that_says_another_word_at_the_same_step_ends_the_session() -> None:
     job = probing()
     job.hear("a/1", w.SideSay(step=0, data=b""))
     job.hear("a/1", w.SideSay(step=0, data=b"again"))
