@@ -75,7 +75,7 @@ test-sglang: $(STAMP) .venvs/sglang/.installed
 # Ray, verl and TRL; the library itself is run from src. One process for each: a Ray cluster and TRL's threads are theirs.
 test-frameworks: $(STAMP) .venvs/frameworks/.installed
 	@for name in ray verl trl; do OMP_NUM_THREADS=1 .venvs/frameworks/bin/python -m pytest \
-	    tests/integration/test_frameworks_$$name.py --timeout=300 $(PYTEST_ARGS) || exit $$?; done
+	    tests/integration/test_frameworks_$$name.py --timeout=600 $(PYTEST_ARGS) || exit $$?; done
 
 # The packages of the transports nixl and mooncake; the library itself is run from src.
 .venvs/transports/.installed: requirements/constraints.txt scripts/setup_transports.sh
@@ -93,7 +93,8 @@ $(VLLM)/.installed: scripts/setup_vllm.sh $(SETUP_INPUTS)
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
-	@$(VLLM)/bin/python -m pytest tests/integration/test_vllm_core.py tests/integration/test_vllm_engines.py --timeout=600 $(PYTEST_ARGS)
+	@$(VLLM)/bin/python -m pytest tests/integration/test_vllm_core.py tests/integration/test_vllm_versions.py \
+	    tests/integration/test_vllm_engines.py --timeout=600 $(PYTEST_ARGS)
 
 # Trainers in $(VENV), the engine in vLLM's environment. `python -m examples.rl.suite` runs all modes and controls.
 rl: $(STAMP) $(VLLM)/.installed
@@ -115,7 +116,7 @@ format: $(STAMP)
 	@touch $@
 
 docs: .venvs/docs/.installed
-	@.venvs/docs/bin/python -m mkdocs build --strict --clean
+	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/python -m mkdocs build --strict --clean
 
 bench: $(STAMP)
 	@bash scripts/bench.sh $(BIN)/python $(ARGS)

@@ -1,8 +1,9 @@
 """Real vLLM engines on CPU take updates through the map found in them, judged by what they then generate.
 
 Each case runs in a process of its own (vllm_engines/scenario.py): an engine starts on one checkpoint, is probed, gets another
-one while idle and the first one back while it generates, and is compared with an engine that started on the other one. Run by
-`make test-vllm` in vLLM's own environment.
+one while idle and the first one back while it generates. A server does the same over HTTP, five versions under load and one
+while idle. Both are compared with an engine that started on the other checkpoint. Run by `make test-vllm` in vLLM's own
+environment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.vllm_engines.prompts import (
+    BLOCK_SIZE,
+    CROSSING_TOKENS,
+    LONG_PROMPTS,
+    NUM_TOKENS,
+    NUM_VERSIONS,
+    STREAMED_TOKENS,
+    differing,
+    versions_of,
+)
 
 from weightbridge.cli.demo.prepare import cache_dir, cached_checkpoint
 
@@ -33,7 +44,7 @@ LIMIT_SECONDS = 540
 
 def run(case: str, folder: Path, smollm2: Path | None = None) -> dict[str, Any]:
     """What the scenario saw. Ends its whole process group, engines included, whatever happens."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}  # the package itself is installed, with its entry points
     if smollm2 is not None:
         environ["WEIGHTBRIDGE_TEST_SMOLLM2"] = str(smollm2)
     command = [sys.executable, "-m", "tests.integration.vllm_engines.scenario", case, str(folder)]
@@ -92,6 +103,62 @@ def check_naive(seen: dict[str, Any]) -> None:
             assert naive["error"].startswith("ProbeError: load_weights raised")
 
 
+def check_same(seen: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Greedy answers to the long prompts agree wherever a token was sure, and most tokens could be compared."""
+    found = differing(seen, expected)
+    assert found["wrong"] == []
+    assert found["compared"] >= len(seen) * NUM_TOKENS * 2 // 3
+
+
+def check_versions_offline(seen: dict[str, Any]) -> None:
+    """The backend: vLLM's own spans say which tokens are of which version, and its engine which version it serves."""
+    assert seen["version"] == "1"
+    crossing = [versions_of(spans, CROSSING_TOKENS) for spans in seen["crossing"]]
+    assert {tuple(v) for v in crossing} <= {("1",), ("1", "2"), ("2",)}
+    assert ["1", "2"] in crossing
+    assert [c["spans"] for c in seen["after"]] == [[["2", 0, NUM_TOKENS]]] * len(seen["after"])
+
+
+def check_served(seen: dict[str, Any]) -> None:
+    """Five versions under load and one while idle: none fails, all can be told apart, the answers are those of the version."""
+    assert seen["failures"] == []
+    order = ["default", *(str(v) for v in range(1, NUM_VERSIONS + 1))]
+    for completion in seen["streamed"]:
+        versions = completion["versions"]
+        assert (len(completion["tokens"]), completion["finish"]) == (STREAMED_TOKENS, "length")
+        assert versions == sorted(set(versions), key=order.index)
+        assert completion["stamp"] == ", ".join(versions)
+        assert completion["mixed"] == (len(versions) > 1)
+    assert {v for c in seen["streamed"] for v in c["versions"]} == set(order)
+    assert any(c["mixed"] for c in seen["streamed"])
+    # What is said to be of one version is that version's answer, although it was asked for while versions changed.
+    last = [c for c in seen["streamed"] if c["versions"] == [order[-1]]]
+    assert last
+    for completion in last:
+        check_same([{"margins": [], **completion}], [seen["reference"][completion["prompt"]]])
+
+    check_same(seen["served_again"], seen["served_first"])
+    check_same(seen["served_second"], seen["reference"])
+    check_same(seen["served_back"], seen["served_first"])
+    assert differing(seen["served_first"], seen["reference"])["wrong"]
+    for step, version in (("first", "default"), ("again", "default"), ("second", "5"), ("back", "6")):
+        assert [a["stamp"] for a in seen[f"served_{step}"]] == [version] * len(LONG_PROMPTS)
+    assert seen["served_status"] == {"version": "6"}
+
+
+def test_the_comparison_of_answers() -> None:
+    expected = [{"tokens": list(range(24)), "margins": [1.0] * 10 + [0.01] + [1.0] * 13}]
+    assert differing(expected, expected) == {"wrong": [], "unsure": [], "compared": 24}
+    for position, kind in ((3, "wrong"), (10, "unsure")):
+        other = [{"tokens": [*range(position), 99, *range(position + 1, 24)], "margins": [1.0] * 24}]
+        assert differing(other, expected) == {"wrong": [], "unsure": [], "compared": position, kind: [[0, position]]}
+    assert min(map(len, LONG_PROMPTS)) > 2 * BLOCK_SIZE
+    assert versions_of([["a", 0, 3], ["b", 3, 4]], 4) == ["a", "b"]
+    for spans in ([["a", 0, 3]], [["a", 1, 4]], [["a", 0, 2], ["b", 3, 4]]):
+        with pytest.raises(ValueError, match="do not cover 4 tokens"):
+            versions_of(spans, 4)
+
+
 def test_smollm2(tmp_path: Path) -> None:
     smollm2 = cached_checkpoint(cache_dir())
     if smollm2 is None:
@@ -104,6 +171,7 @@ def test_smollm2(tmp_path: Path) -> None:
     assert worker["num_copies"] == 272  # one slice copy for each checkpoint tensor
     assert worker["shapes"]["model.layers.7.self_attn.qkv_proj.weight"] == [960, 576]
     assert seen["holds_second"][0]["compared"] == 134_515_008
+    check_served(seen)
 
 
 def test_dense_on_two_workers(tmp_path: Path) -> None:
@@ -120,6 +188,16 @@ def test_dense_on_two_workers(tmp_path: Path) -> None:
     assert lower["shapes"]["model.layers.0.mlp.gate_up_proj.weight"] == [192, 96]
     assert not set(lower["missing"]) & {f"model.layers.{i}.input_layernorm.weight" for i in range(3)}  # replicated
     assert "model.layers.0.self_attn.q_proj.weight" in lower["missing"]  # sharded
+    folder, pull = seen["refused"]
+    assert "worker 0: SpecError: checkpoint folder '/nowhere' does not exist" in folder
+    assert "worker 1: SpecError: checkpoint folder '/nowhere' does not exist" in folder
+    assert "start_weight_update has nothing to fetch" in pull
+    check_versions_offline(seen)
+    # The prefix cache was left alone: prompts longer than a block go on from what the old weights made of them.
+    assert differing(seen["long_first"], seen["reference"])["wrong"]
+    assert differing(seen["stale"], seen["reference"])["wrong"]
+    check_same(seen["long_second"], seen["reference"])
+    check_served(seen)
 
 
 def test_experts_packed_for_the_kernel(tmp_path: Path) -> None:
@@ -144,6 +222,7 @@ def test_experts_packed_for_the_kernel(tmp_path: Path) -> None:
     assert sorted(rows["axes"][0]) == [4, 16, 96]  # 64 rows in four blocks of 16, the columns between
     assert "'w13_weight' unwritten" in seen["partial"][0]["error"]
     assert "6144 of 61440" in seen["partial"][0]["error"]
+    check_served(seen)
 
 
 def test_dense_float32_hidden_in_the_kernel_library(tmp_path: Path) -> None:
@@ -157,3 +236,6 @@ def test_dense_float32_hidden_in_the_kernel_library(tmp_path: Path) -> None:
     assert worker["kind_of"]["model.layers.0.self_attn.qkv_proj"] == "hidden"
     assert worker["kind_of"]["lm_head"] == "hidden"  # its weight stays, what it multiplies by is a copy
     assert worker["shapes"]["model.layers.0.self_attn.qkv_proj.weight"] == [(6 + 2 + 2) * 32, 96]
+    # It has joined by itself, and its cached prefixes went with the weights that they were made by.
+    check_versions_offline(seen)
+    check_same(seen["stale"], seen["reference"])

@@ -18,7 +18,7 @@ from torch import nn
 
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.errors import IncompleteUpdateError, ProbeError, UnsupportedError, WorkerError
-from weightbridge.integrations import vllm as integration
+from weightbridge.integrations import vllm_seat
 from weightbridge.integrations.vllm import EngineWeights, WorkerExtension
 from weightbridge.layout.coverage_live import missing_elements
 from weightbridge.probe import probe
@@ -251,7 +251,7 @@ def test_what_cannot_be_repeated_is_refused_by_name() -> None:
 
 def test_rpcs_answer_with_a_status() -> None:
     worker: Any = WorkerExtension()
-    nothing = {"ok": True, "error": "", "updated": False, "state": "none", "version": -1}
+    nothing = {"ok": True, "error": "", "updated": False, "state": "none", "version": -1, "requested": False}
     assert worker.weightbridge_status() == nothing
     assert worker.weightbridge_leave() == nothing
     assert "UsageError: this worker is in no session" in worker.weightbridge_poll()["error"]
@@ -267,7 +267,7 @@ class Receiver:
 
     def __init__(self, **given: Any) -> None:
         self.given = given
-        self.version, self.state, self.closed = -1, "ready", False
+        self.version, self.state, self.requested, self.closed = -1, "ready", True, False
         Receiver.made = self
 
     def poll_requests(self) -> bool:
@@ -286,8 +286,8 @@ class Receiver:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker of a two-worker engine of dummy weights; what its steps saw is in `steps`."""
     model, _, spec = started()
-    monkeypatch.setattr(integration, "ReceiverAdapter", Receiver)
-    monkeypatch.setattr(integration, "spec_from_folder", lambda folder: spec)
+    monkeypatch.setattr(vllm_seat, "ReceiverAdapter", Receiver)
+    monkeypatch.setattr(vllm_seat, "spec_from_folder", lambda folder: spec)
     made: Any = WorkerExtension()
     made.vllm_config = SimpleNamespace(load_config=None)
     made.model_runner = SimpleNamespace(get_model=lambda: model)
@@ -309,7 +309,7 @@ def test_a_step_polls_first_and_runs_on_what_a_version_brought(worker: Any) -> N
     worker.execute_model("three")
     assert Receiver.polls == []
     assert [torch.equal(held, 2 * brought) for _, held in worker.steps] == [False, True, True]
-    assert "was called before" in worker.weightbridge_join("tcp://127.0.0.1:1", "a", "folder")["error"]
+    assert "has joined a session before" in worker.weightbridge_join("tcp://127.0.0.1:1", "a", "folder")["error"]
     assert worker.weightbridge_leave()["ok"]
     assert Receiver.made.closed
     worker.execute_model("four")  # in no session: no poll
@@ -320,15 +320,18 @@ def test_a_failed_session_lets_the_engine_serve_on_unless_its_weights_are_mixed(
     worker.execute_model("one")
     worker.execute_model("two")  # polls no more
     assert [name for name, _ in worker.steps] == ["one", "two"]
-    assert worker.weightbridge_poll()["error"] == "WorkerError: trainer/0 died"
+    said = worker.weightbridge_poll()
+    assert (said["error"], said["requested"]) == ("WorkerError: trainer/0 died", False)
     assert worker.weightbridge_leave()["ok"]
 
     assert worker.weightbridge_join("tcp://127.0.0.1:1", "a", "folder")["ok"]
-    Receiver.polls = [IncompleteUpdateError("half of it", version=3, causes={}, poisoned=("a",))]
-    with pytest.raises(IncompleteUpdateError):
-        worker.execute_model("three")
-    with pytest.raises(IncompleteUpdateError):
-        worker.execute_model("four")
+    half = IncompleteUpdateError("half of it", version=3, causes={}, poisoned=("a",))
+    Receiver.polls = [half, half, True, half]
+    for name in ("three", "four"):
+        with pytest.raises(IncompleteUpdateError):
+            worker.execute_model(name)
+    worker.execute_model("five")  # a later version has made it whole
+    assert "half of it" in worker.weightbridge_poll()["error"]
     worker.weightbridge_leave()
     assert "halves of two versions" in worker.weightbridge_join("tcp://127.0.0.1:1", "a", "folder")["error"]
-    assert [name for name, _ in worker.steps] == ["one", "two"]
+    assert [name for name, _ in worker.steps] == ["one", "two", "five"]

@@ -67,17 +67,17 @@ def verdict(
     wrong: int = 0,
     problems: tuple[str, ...] = (),
     versions: int = 4,
-    looks: int = 3,
+    looks: int = 4,
 ) -> dict[str, Any]:
-    """Of four versions, all but the second calm; the third was sent twice. One stayer has grown by `grown`."""
-    first = {"resident_bytes": 1 << 28, "descriptors": 30, "threads": 9}
+    """Of four versions, all but the second calm; the third was given up. One stayer has grown by `grown` since it was warm."""
+    first = {"resident_bytes": 1 << 28, "descriptors": 30, "threads": 9, "objects": 70_000}
     last = {k: v + (grown or {}).get(k, 0) for k, v in first.items()}
-    between = {k: v + 100_000_000 for k, v in first.items()}
+    cold = {k: v - 100_000_000 for k, v in first.items()}
     sent = [
         {"version": i + 1, "ewtt_seconds": ewtt, "attempts": attempts, "calm": calm}
         for i, (ewtt, attempts, calm) in enumerate([(0.5, 1, True), (9.0, 1, False), (None, 1, True), (0.25, 1, True)])
     ]
-    seen = [first, *[between] * (looks - 2), last][:looks]
+    seen = [*[cold] * (looks - 2), first, last][-looks:] if looks else []
     counts = Counter({"joins": 5, "kills": 2, "given up": 1, "wrong values": wrong})
     return elastic.summary(
         Settings(versions=versions, seed=3), sent, {"trainer/0": [first, first], "stays/0": seen}, counts, list(problems),
@@ -92,10 +92,12 @@ def verdict(
         ({"grown": {"resident_bytes": elastic.ALLOWED_GROWTH_BYTES, "threads": -1}}, True),
         ({"grown": {"resident_bytes": elastic.ALLOWED_GROWTH_BYTES + 1}}, False),
         ({"grown": {"descriptors": 1}}, False),
+        ({"grown": {"objects": elastic.ALLOWED_GROWTH_OBJECTS + 1}}, False),
         ({"grown": {"threads": 1}}, False),
         ({"wrong": 1}, False),
         ({"problems": ("stays/1 is gone",)}, False),
         ({"versions": 5}, False),  # one was not sent
+        ({"looks": 2, "grown": {"threads": 1}}, False),
         ({"looks": 0}, False),  # a worker never looked at itself
     ],
 )

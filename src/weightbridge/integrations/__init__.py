@@ -1,18 +1,23 @@
 """Loaders for frameworks, by their public API only: what to hand to `SenderAdapter` and `ReceiverAdapter`.
 
-Each module offers the same two functions: `load_weights_fn(module)`, a callable that streams checkpoint tensors into a
-live module, and `tensors_fn(module)`, a callable that names the module's live tensors. Import the module you need;
-this package imports no framework by itself.
+Those of models offer the same two functions: `load_weights_fn(module)`, a callable that streams checkpoint tensors into a
+live module, and `tensors_fn(module)`, a callable that names the module's live tensors. Those of frameworks put the adapters
+where the framework has a place for them. Import the module you need; this package imports no framework by itself.
 
 - `dtensor`: any `torch.nn.Module` whose parameters are plain tensors or DTensors.
 - `fsdp`: a module wrapped by FSDP2 (`fully_shard`).
 - `transformers`: a Hugging Face model, plain or tensor-parallel (`tp_plan`).
-- `vllm`: a worker extension for vLLM engines, and what it takes to load their weights again once they are prepared.
+- `vllm`: a weight transfer backend for vLLM, found by entry point; a worker extension; and what it takes to load weights of
+  vLLM's again once they are prepared.
+- `ray`: trainers and engines as Ray actors: endpoint, token and addresses without writing any of them down.
+- `sglang`: a plugin for SGLang servers.
+- `trl`: TRL's trainers, asynchronous GRPO and those that generate with vLLM servers.
+- `verl`: a checkpoint engine in verl's registry; importing it imports verl.
 """
 
 from __future__ import annotations
 
-__all__ = ["dtensor", "fsdp", "transformers", "vllm"]
+__all__ = ["dtensor", "fsdp", "ray", "sglang", "transformers", "trl", "verl", "vllm"]
 
 
 def __getattr__(name: str) -> object:

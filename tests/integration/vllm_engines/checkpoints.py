@@ -35,8 +35,9 @@ def make_variant(source: Path, target: Path) -> None:
 
 
 def make_tiny(folder: Path, *, experts: bool, dtype: torch.dtype, seed: int) -> None:
-    """A Qwen3 or Qwen3-MoE of random weights, written as Hugging Face names them; no tokenizer."""
+    """A Qwen3 or Qwen3-MoE of random weights, written as Hugging Face names them; a token is a word, its number."""
     folder.mkdir(parents=True)
+    _write_tokenizer(folder)
     config = {
         "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if experts else "qwen3",
@@ -75,6 +76,20 @@ def make_tiny(folder: Path, *, experts: bool, dtype: torch.dtype, seed: int) -> 
         for name, shape in _shapes(experts)
     }
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path) -> None:
+    words = {f"<{number}>": number for number in range(VOCAB)}
+    tokenizer = {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<0>"},
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+        "added_tokens": [],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<1>", "eos_token": "<2>", "unk_token": "<0>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
 
 
 def _matrix(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """One case of the vLLM tests in a process of its own: `python -m tests.integration.vllm_engines.scenario CASE FOLDER`.
 
-Starts an engine on one checkpoint, updates it to another one and back, then starts a second engine on the other checkpoint
-for comparison. What was seen is written to FOLDER/result.json; the test judges it.
+Starts an engine on one checkpoint and updates it to another one and back; does the same with a server, under load; then
+starts an engine on the other checkpoint for comparison. What was seen is written to FOLDER/result.json; the test judges it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,26 +28,32 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
-from tests.integration.vllm_engines import checkpoints
-from tests.integration.vllm_engines.engine import Engine, Session, running
+from tests.integration.vllm_engines import checkpoints, served
+from tests.integration.vllm_engines.engine import ENGINE, OPTIONS, Engine, Session, running
+from tests.integration.vllm_engines.prompts import CROSSING_TOKENS, LONG_PROMPTS, PROMPTS, STREAMED_TOKENS
 
-PROMPTS = [[5, 17, 250, 8], [99, 3, 42, 7, 7, 181, 12, 60, 33], [210, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+from weightbridge.testing.ports import free_port
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """way: how the offline engine joins: "extension", "init" (backend, by init_weight_transfer_engine) or "environment"
+    (backend, by itself). served: the policy for cached prefixes of a server, empty for none."""
+
     tensor_parallel: int = 1
     dtype: str = "bfloat16"
     experts: bool = False
     real: bool = False
     onednn: bool = True
+    way: str = "extension"
+    served: str = ""
 
 
 CASES = {
-    "smollm2": Case(real=True),
-    "dense-tp2": Case(tensor_parallel=2),
-    "experts": Case(experts=True, onednn=False),
-    "dense-fp32": Case(dtype="float32"),
+    "smollm2": Case(real=True, served="reset"),
+    "dense-tp2": Case(tensor_parallel=2, way="init", served="reset"),
+    "experts": Case(experts=True, onednn=False, served="salt"),
+    "dense-fp32": Case(dtype="float32", way="environment"),
 }
 
 
@@ -66,11 +73,17 @@ def run(case: Case, folder: Path, note: Callable[..., None]) -> None:
         os.environ["WEIGHTBRIDGE_TEST_WITHOUT_ONEDNN"] = "1"  # read by the extension, in the workers
     first, second = make(case, folder)
     note("made")
-    with running(first, tensor_parallel=case.tensor_parallel, dtype=case.dtype) as engine:
+    settings = {"tensor_parallel": case.tensor_parallel, "dtype": case.dtype}
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with environment(case, endpoint), running(first, backend=case.way != "extension", **settings) as engine:
         note("started", first=engine.answers(PROMPTS), again=engine.answers(PROMPTS))
-        session = Session(engine, first)
+        session = Session(engine, first, endpoint)
         note("naive", naive_probe=engine.rpc("test_naive_probe", folder=str(first)))
-        session.join()
+        if case.way == "extension":
+            session.join()
+        elif case.way == "init":
+            note("refused", refused=[refusal(lambda: session.join(checkpoint="/nowhere")), refusal(session.pull)])
+            session.join(prefix_cache="none")  # what goes wrong then is shown
         note("joined", probe=engine.rpc("test_probe", folder=str(first)), after_probe=engine.answers(PROMPTS))
         if case.experts:
             look_at_experts(engine, first, second, note)
@@ -79,8 +92,31 @@ def run(case: Case, folder: Path, note: Callable[..., None]) -> None:
         finally:
             session.sender.close()
         note("left", left=engine.rpc("weightbridge_leave"))
-    with running(second, tensor_parallel=case.tensor_parallel, dtype=case.dtype) as engine:
-        note("compared", fresh=engine.answers(PROMPTS))
+    if case.served:
+        served.run(
+            first, second, folder / "served", note, prefix_cache=case.served, tensor_parallel=case.tensor_parallel
+        )
+    with running(second, **settings) as engine:
+        note("compared", fresh=engine.answers(PROMPTS), reference=engine.one_by_one(LONG_PROMPTS))
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def environment(case: Case, endpoint: str) -> Iterator[None]:
+    """What makes the engine join by itself, in the cases where it does."""
+    given = {"ENDPOINT": endpoint, "ENGINE": ENGINE, "OPTIONS": json.dumps(OPTIONS)}
+    names = {f"WEIGHTBRIDGE_{name}": value for name, value in given.items() if case.way == "environment"}
+    os.environ.update(names)
+    yield
+    for name in names:
+        del os.environ[name]
 
 
 def update(engine: Engine, session: Session, first: Path, second: Path, note: Callable[..., None]) -> None:
@@ -88,11 +124,18 @@ def update(engine: Engine, session: Session, first: Path, second: Path, note: Ca
     addresses = engine.rpc("test_addresses")
     session.connect()
     note("connected", after_connect=engine.answers(PROMPTS))
-    session.send(1, second)
-    note("sent 1", second=engine.answers(PROMPTS), holds_second=engine.rpc("test_holds", folder=str(second)))
-    session.send(2, first, meanwhile=lambda: engine.answers(PROMPTS * 2, num_tokens=60))
+    if engine.backend:  # whose matter cached prefixes are
+        note("asked", long_first=engine.one_by_one(LONG_PROMPTS))
+    session.send_folder(1, second)
+    if engine.backend:
+        note("sent 1", stale=engine.one_by_one(LONG_PROMPTS), version=engine.llm.get_weight_version())
+        engine.llm.reset_prefix_cache()
+        note("reset", long_second=engine.one_by_one(LONG_PROMPTS))
+    note("asked 1", second=engine.answers(PROMPTS), holds_second=engine.rpc("test_holds", folder=str(second)))
+    crossing = session.send_under_way(2, first, PROMPTS * 2, CROSSING_TOKENS if engine.backend else STREAMED_TOKENS)
     note(
-        "sent 2", status=engine.rpc("weightbridge_status"), back=engine.answers(PROMPTS),
+        "sent 2", crossing=[c["spans"] for c in crossing], status=engine.rpc("weightbridge_status"),
+        after=engine.complete(PROMPTS), back=engine.answers(PROMPTS),
         holds_first=engine.rpc("test_holds", folder=str(first)),
         same_addresses=addresses == engine.rpc("test_addresses"),
     )  # fmt: skip

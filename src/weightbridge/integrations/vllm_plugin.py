@@ -1,0 +1,41 @@
+"""What vLLM finds by entry point: the backend `weightbridge`, and the routes of its server.
+
+    vllm.general_plugins    weightbridge = weightbridge.integrations.vllm_plugin:register
+    vllm.endpoint_plugins   weightbridge = weightbridge.integrations.vllm_server:CompletionVersions
+
+vLLM loads the first in every process of every engine, whether it uses the backend or not; so this module imports nothing but
+what it needs to register. The second is loaded where VLLM_PLUGINS names it.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any
+
+__all__ = ["BACKEND", "register"]
+
+BACKEND = "weightbridge"
+
+
+def register() -> None:
+    """Make the backend known to this process, and attach to the engine core if one starts here. Safe to call again."""
+    factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+    if BACKEND not in factory._registry:
+        factory.register_engine(BACKEND, "weightbridge.integrations.vllm_backend", "WeightBridgeBackend")
+    engine_core = import_module("vllm.v1.engine.core").EngineCore
+    # Workers exist and are warm when this returns, and no request has come; vLLM offers no hook there.
+    start = getattr(engine_core, "_initialize_kv_caches", None)
+    if start is None or hasattr(start, "_weightbridge"):
+        return
+
+    @functools.wraps(start)
+    def starting(core: Any, vllm_config: Any) -> Any:
+        caches = start(core, vllm_config)
+        transfer = vllm_config.weight_transfer_config
+        if transfer is not None and transfer.backend == BACKEND:
+            import_module("weightbridge.integrations.vllm_core").attach(core)
+        return caches
+
+    starting._weightbridge = True  # type: ignore[attr-defined]
+    engine_core._initialize_kv_caches = starting

@@ -1,0 +1,80 @@
+"""A worker's seat without a hub: when it takes the hub for dead, and how it stops waiting when there is nothing to wait for."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from weightbridge.checkpoint import CheckpointSpec
+from weightbridge.coordinator import Options, ReceiverAdapter
+from weightbridge.coordinator.seat import Outlived, Seat
+from weightbridge.errors import IncompleteUpdateError, WeightBridgeError, WorkerError
+from weightbridge.machine import messages as w
+from weightbridge.testing.ports import free_port
+
+LATER = 6.0  # seconds: more than a worker waits for the hub's verdict on an attempt that failed
+
+
+@pytest.fixture
+def receiver() -> Iterator[ReceiverAdapter]:
+    live = {"w": torch.zeros(3)}
+    receiver = ReceiverAdapter(
+        group=None, endpoint=f"tcp://127.0.0.1:{free_port()}", checkpoint=CheckpointSpec.from_state_dict(live),
+        load_weights=lambda _: None, tensors=lambda: live, engine="e", options=Options(),
+    )  # fmt: skip
+    yield receiver
+    receiver.close()
+
+
+def fail_an_attempt(seat: Seat) -> None:
+    seat.machine.hear(w.PlanReady(epoch=1, attempt=1, plan=b""))
+    seat._attempt_failed(seat.machine, 1, WorkerError("e/0 lost a/0", causes={"a/0": "the connection broke"}))
+
+
+def test_a_hub_that_does_not_end_an_attempt_that_failed_is_taken_for_dead(receiver: ReceiverAdapter) -> None:
+    seat = receiver._seat
+    fail_an_attempt(seat)
+    seat._on_tick(time.monotonic())
+    assert seat.failure is None
+    seat._on_tick(time.monotonic() + LATER)
+    assert seat.failure is not None
+    assert set(seat.failure.causes) == {"a/0"}
+
+
+def test_an_attempt_that_the_hub_has_ended_is_forgotten_when_the_next_one_runs(receiver: ReceiverAdapter) -> None:
+    seat = receiver._seat
+    fail_an_attempt(seat)
+    seat.machine.hear(w.AbortAttempt(attempt=1))
+    seat.machine.stopped(1)
+    seat.machine.hear(w.PlanReady(epoch=1, attempt=2, plan=b""))
+    seat._on_tick(time.monotonic() + LATER)
+    assert seat.failure is None
+
+
+@pytest.mark.timeout(30)
+def test_nobody_waits_on_in_a_session_that_was_closed(receiver: ReceiverAdapter) -> None:
+    """The rest of an engine has left: the hub says Closed to those who may be in the middle of a poll."""
+    seat, agreement = receiver._seat, receiver._agreement
+    seat._on_message(w.Closed())
+    assert receiver.state == "closed"
+    with pytest.raises(Outlived):
+        seat.wait_for(lambda machine: False, "something", 60, of=seat.machine)
+    with pytest.raises(WorkerError, match="e/0 waited for a first version, and the session was closed"):
+        receiver.wait_ready(60)
+    assert agreement.wait_at_gate(1, seat.check, 60) is None
+    assert receiver.poll_requests() is False
+
+
+def test_an_engine_that_polls_on_while_it_is_poisoned_piles_nothing_up(receiver: ReceiverAdapter) -> None:
+    receiver._seat._on_message(w.UpdateFailed(kind="WorkerError", causes={"a/0": "died"}, poisoned=("e",), version=3))
+    raised: set[WeightBridgeError] = set()
+    for _ in range(20):
+        with pytest.raises(IncompleteUpdateError) as caught:
+            receiver.poll_requests()
+        raised.add(caught.value)
+    (error,) = raised  # the same object each time
+    assert len(traceback.extract_tb(error.__traceback__)) < 10
