@@ -161,7 +161,7 @@ def _options(role: Role, line: Line) -> Options:
                 line.say("joined")
 
     return Options(
-        slot_bytes=16 << 10, connect_timeout_seconds=60, update_timeout_seconds=20, heartbeat_seconds=0.3,
+        slot_bytes=16 << 10, connect_timeout_seconds=60, update_timeout_seconds=20, heartbeat_seconds=0.4,
         heartbeat_timeout_seconds=15, when_newer="finish", stage_send=role.staged, stage_receive=role.staged,
         when_engine_fails=role.when_engine_fails, on_event=on_event,
     )  # fmt: skip

@@ -87,7 +87,7 @@ def tables(found: Mapping[str, Any]) -> str:
     """Two Markdown tables: what each run shows, and what an update takes by each way."""
     rows = [
         "| run | steps | held-out reward | staleness | apart before an update | after it | after a skipped one | "
-        "samples as in direct | verdict |",
+        "exactly as direct | verdict |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, document in found.items():
@@ -97,7 +97,7 @@ def tables(found: Mapping[str, Any]) -> str:
         rows.append(
             f"| {name} | {len(stale)} | {v['reward_before']:.2f} -> {v['reward_after']:.2f} | "
             f"{min(stale)} to {max(stale)} | {v['apart_before']:.3f} | {v['apart_after_sent']:.4f} | {skipped} | "
-            f"{_same_samples(document, found.get('direct'))} | "
+            f"{_same_steps(document, found.get('direct'))} | "
             f"{'passed' if v['passed'] else 'failed'} |"
         )
     rows += ["", "| weights by | one update | trainers stand still | EWTT | AGST |", "|---|---|---|---|---|"]
@@ -111,10 +111,9 @@ def tables(found: Mapping[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _same_samples(document: Mapping[str, Any], direct: Mapping[str, Any] | None) -> str:
-    """Of how many steps all samples are, token for token, those of the direct run: the engine held the very same weights.
-
-    Said of runs that train alike and sample with the version before: there seeds decide everything else.
+def _same_steps(document: Mapping[str, Any], direct: Mapping[str, Any] | None) -> str:
+    """Of how many steps all samples and all distances are, to the last bit, those of the direct run: the engine held the very
+    same weights. Said of runs that train alike and sample with the version before: there seeds decide everything else.
     """
     config = document["config"]
     if (
@@ -126,7 +125,9 @@ def _same_samples(document: Mapping[str, Any], direct: Mapping[str, Any] | None)
     ):
         return ""
     pairs = list(zip(document["steps"], direct["steps"], strict=False))
-    return f"{sum(one['texts'] == other['texts'] for one, other in pairs)} of {len(pairs)}"
+    compared = ("texts", "apart_as_sampled", "apart_before", "apart_after")
+    same = sum(all(one[key] == other[key] for key in compared) for one, other in pairs)
+    return f"{same} of {len(pairs)}"
 
 
 if __name__ == "__main__":

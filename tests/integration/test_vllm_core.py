@@ -7,6 +7,7 @@ engines that sleep or hold the halves of two versions. Run by `make test-vllm`.
 from __future__ import annotations
 
 import queue
+import sys
 from collections import deque
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed in this environment: make test-vllm", allow_module_level=True)
 
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
 
 from weightbridge.errors import IncompleteUpdateError, InternalError, UnsupportedError, UsageError
-from weightbridge.integrations import vllm_backend, vllm_core
+from weightbridge.integrations import vllm_backend, vllm_core, vllm_plugin
 from weightbridge.integrations.vllm_prefixes import Salt
 
 QUIET = {"error": "", "updated": False, "state": "ready", "version": -1, "requested": False, "prefix_cache": "reset"}
@@ -274,6 +276,18 @@ def test_workers_that_cannot_join_keep_the_engine_from_starting(core: Core, monk
     with pytest.raises(UsageError, match="worker 0: no such folder"):
         vllm_core.attach(core)
     assert core.log == [("join", "a"), "leave"]
+
+
+def test_a_vllm_without_a_place_for_the_backend_starts_as_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [EngineCore._initialize_kv_caches]
+    vllm_plugin.register()
+    vllm_plugin.register()  # in one process vLLM may call it more than once
+    seen.append(EngineCore._initialize_kv_caches)
+    assert seen[1].__wrapped__ is seen[0]
+    monkeypatch.setattr(EngineCore, "_initialize_kv_caches", seen[0])
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", None)
+    vllm_plugin.register()
+    assert EngineCore._initialize_kv_caches is seen[0]
 
 
 def test_joining_by_a_call(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:

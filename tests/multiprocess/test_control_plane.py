@@ -365,7 +365,7 @@ def test_a_hub_that_starts_anew_is_not_taken_for_the_old_one(monkeypatch: pytest
         hub = Hub(endpoint=life.endpoint, spec=spec, num_trainers=1, engines=("e",), options=Options(token=TOKEN))
         try:
             life.wait(lambda: len(life.failures) == 1, "the refusal")
-            assert "e/0 is out of the session" in life.failures[0].message
+            assert "trainer/0, which hosts the session, has died" in life.failures[0].message
             assert hub._workers == {}
             life.thread.rejoin(join_of("e/0", spec_digest=spec.digest))
             life.wait(lambda: len(life.heard) == 2, "the new hub's welcome")

@@ -27,12 +27,27 @@ _ROWS = re.compile(r"(?<=<!-- lines -->\n).*?(?=<!-- /lines -->)", flags=re.DOTA
 
 # What a user writes in addition to what the framework asks for anyway: (framework, labels, what the lines are).
 COUNTED = [
-    ("torchrun, Slurm", ("launch trainer", "launch engine"), "both sides: process group, place, adapter, poll"),
+    (
+        "torchrun, Slurm",
+        ("launch trainer", "launch engine"),
+        "both sides, whatever the model: group, place, adapter, poll",
+    ),
     ("Ray actors", ("ray driver", "ray trainer", "ray engine"), "driver, trainer's actor, engine worker's actor"),
     ("TRL AsyncGRPOTrainer", ("trl async",), "`weight_transfer`"),
     ("TRL AsyncGRPOTrainer, shards", ("trl sharded",), "a sender on every rank"),
     ("TRL VLLMGeneration", ("trl generation",), "`GRPOTrainer` and others with vLLM servers"),
     ("verl", ("verl config",), "configuration; both sides"),
+]
+# Engines that need no code but a line at their start: (name, guide, file of a test, what its line has, what the line is).
+STARTED = [
+    (
+        "vLLM",
+        "vllm",
+        "vllm_engines/engine.py",
+        'WeightTransferConfig(backend="weightbridge")',
+        "an argument, and variables",
+    ),
+    ("SGLang", "sglang", "engines/sglang_scheduler.py", "ReceiverAdapter(", "variables"),
 ]
 GUIDE_OF = {"torchrun": "launch", "Ray": "ray", "TRL": "trl", "verl": "verl"}
 
@@ -68,6 +83,9 @@ def table() -> str:
     for name, labels, what in COUNTED:
         guide = GUIDE_OF[re.split(r"[ ,]", name)[0]]
         rows.append(f"| [{name}](guides/{guide}.md) | {num_lines(labels)} | {what} |")
+    for name, guide, file, having, what in STARTED:
+        lines = (TESTS / file).read_text().splitlines()
+        rows.append(f"| [{name}](guides/{guide}.md) | {sum(having in line for line in lines)} | {what} |")
     return "\n".join(rows) + "\n"
 
 

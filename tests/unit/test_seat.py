@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Iterator
@@ -78,3 +79,17 @@ def test_an_engine_that_polls_on_while_it_is_poisoned_piles_nothing_up(receiver:
         raised.add(caught.value)
     (error,) = raised  # the same object each time
     assert len(traceback.extract_tb(error.__traceback__)) < 10
+
+
+def test_a_word_said_after_closing_goes_to_no_other_descriptor(receiver: ReceiverAdapter) -> None:
+    receiver.close()
+    pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(50)]  # one of them has the number of the descriptor that was closed
+    try:
+        receiver._seat.post(w.Heartbeat())
+        for read, _ in pipes:
+            with pytest.raises(BlockingIOError):
+                os.read(read, 1)
+    finally:
+        for pipe in pipes:
+            for end in pipe:
+                os.close(end)

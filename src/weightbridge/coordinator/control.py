@@ -102,8 +102,9 @@ class ControlThread:
         self.call(lambda: None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+        wake, self._wake_write = self._wake_write, -1  # a late word must not go to what has this number next
         os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(wake)
 
     # --- on the control thread --------------------------------------------------------------------------------------------
 

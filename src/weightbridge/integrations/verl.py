@@ -260,7 +260,7 @@ class _Share:
                 )
             if not known:
                 self._shapes[name] = found
-                self.live[name] = torch.empty_like(self._rows(full), device="cpu")
+                self.live[name] = torch.empty(self._rows(full).shape, dtype=full.dtype)
             self.live[name].copy_(self._rows(full))
             taken.add(name)
         missing = self._shapes.keys() - taken

@@ -10,6 +10,7 @@ what it needs to register. The second is loaded where VLLM_PLUGINS names it.
 from __future__ import annotations
 
 import functools
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -19,14 +20,25 @@ BACKEND = "weightbridge"
 
 
 def register() -> None:
-    """Make the backend known to this process, and attach to the engine core if one starts here. Safe to call again."""
-    factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-    if BACKEND not in factory._registry:
+    """Make the backend known to this process, and attach to the engine core if one starts here. Safe to call again.
+
+    A vLLM without a place for it is left alone: its engines are none of ours until one asks for the backend.
+    """
+    try:
+        factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+        engine_core = import_module("vllm.v1.engine.core").EngineCore
+        known = factory._registry
+        # Workers exist and are warm when this returns, and no request has come; vLLM offers no hook there.
+        start = engine_core._initialize_kv_caches
+    except (ImportError, AttributeError) as error:
+        logging.getLogger("vllm.weightbridge").warning(
+            "this version of vLLM has no place for the backend weightbridge (%s); see its guide for those that have",
+            error,
+        )
+        return
+    if BACKEND not in known:
         factory.register_engine(BACKEND, "weightbridge.integrations.vllm_backend", "WeightBridgeBackend")
-    engine_core = import_module("vllm.v1.engine.core").EngineCore
-    # Workers exist and are warm when this returns, and no request has come; vLLM offers no hook there.
-    start = getattr(engine_core, "_initialize_kv_caches", None)
-    if start is None or hasattr(start, "_weightbridge"):
+    if hasattr(start, "_weightbridge"):
         return
 
     @functools.wraps(start)
