@@ -153,7 +153,10 @@ class ProgressThread:
             timeout_seconds=self._options.update_timeout_seconds + _GRACE_SECONDS, released=released,
         )  # fmt: skip
         counted = executor.network_bytes()
-        moved = NetworkBytes(counted.sent - self._counted.sent, counted.received - self._counted.received)
+        # Never less than nothing: the kernel forgets what a connection carried when that dies under us.
+        moved = NetworkBytes(
+            max(0, counted.sent - self._counted.sent), max(0, counted.received - self._counted.received)
+        )
         self._counted = counted
         return moved
 
