@@ -36,9 +36,13 @@ class Trainer(_Trainer):
     # [ray trainer]
     def join(self, session: Session, engines: list[str], **options: Any) -> None:
         self.sender = SenderAdapter(
-            group=(self.rank, self.size), checkpoint=SPEC, load_weights=self.model.load_weights,
-            tensors=self.model.tensors, engines=engines, **session.here(**options),
-        )  # fmt: skip
+            group=(self.rank, self.size),
+            checkpoint=SPEC,
+            load_weights=self.model.load_weights,
+            tensors=self.model.tensors,
+            engines=engines,
+            **session.here(**options),
+        )
         self.sender.connect()
 
     def send(self, version: int) -> Any:
@@ -70,9 +74,13 @@ class EngineWorker(_EngineWorker):
     # [ray engine]
     def join(self, session: Session, **options: Any) -> None:
         self.receiver = ReceiverAdapter(
-            group=(self.rank, self.size), checkpoint=SPEC, load_weights=self.model.load_weights,
-            tensors=self.model.tensors, engine=self.engine, **session.here(**options),
-        )  # fmt: skip
+            group=(self.rank, self.size),
+            checkpoint=SPEC,
+            load_weights=self.model.load_weights,
+            tensors=self.model.tensors,
+            engine=self.engine,
+            **session.here(**options),
+        )
 
     def step(self) -> int:
         with self.receiver.step():  # polls, then keeps updates away until the step is done
