@@ -133,14 +133,15 @@ class ControlThread:
     def _dial(self) -> None:
         """Start over with a new connection; the Join follows when it stands."""
         old = self._line
-        old.joined, self._redial_at = False, math.inf
+        was_joined, old.joined, self._redial_at = old.joined, False, math.inf
         try:
             self._line = Line(self._endpoint, self._options.token)
         except ConnectError as error:  # out of descriptors, say
             _LOG.warning("%s cannot dial: %s", self._join.worker, error.message)
             self._redial_at = time.monotonic() + _RETRY_SECONDS
         else:
-            old.socket.close()
+            # A Join that still waits for a hub must not reach the next one from a connection that ends at once.
+            old.socket.close(flush=was_joined)
 
     def _check_hub(self, now: float, line: Line) -> None:
         if not line.joined:
@@ -216,6 +217,7 @@ class ControlThread:
             case w.Welcome():
                 if not line.joined:
                     line.joined, self._patient = True, False
+                    self._redial_at = math.inf  # a hub before this one may have said no on the same line
                     self._on_message(message)
             case _:
                 self._on_message(message)

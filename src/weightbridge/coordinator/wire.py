@@ -363,13 +363,13 @@ class WorkerSocket:
             with suppress(zmq.Again):
                 self._socket.send_multipart([header, part], zmq.NOBLOCK, copy=False)
 
-    def close(self) -> None:
-        """What was sent still goes out, within two seconds, in the background. Idempotent."""
+    def close(self, *, flush: bool = True) -> None:
+        """flush: what was sent still goes out, within two seconds, in the background. Idempotent."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(_LINGER_MS)
+        self._socket.close(_LINGER_MS if flush else 0)
 
     def _follow(self) -> None:
         for event, _ in _events(self._monitor):
