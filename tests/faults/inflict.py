@@ -72,7 +72,7 @@ class Inflicter:
         match seen.what:
             case Prepared(program=program):
                 self._num_rounds = len(program.rounds)
-                if phase == "connect":
+                if phase == "connect" and self._cell.kind != "half-open":
                     self.strike()
             case Arrived() | PackDone() | AssembleDone() | WriteDone() as what if self._version == STRUCK_VERSION:
                 self._num_seen += 1
@@ -139,8 +139,11 @@ class Inflicter:
 
     # --- for the seams below --------------------------------------------------------------------------------------------------
 
-    def add_link(self, link: TcpLink) -> None:
+    def linked(self, link: TcpLink) -> None:
+        """A connection of the data plane stands, as far as this end knows."""
         self._links.append(link)
+        if self._cell.phase == "connect" and self._cell.kind == "half-open":
+            self.strike()
 
     def corrupts(self, peer: str) -> bool:
         """Whether the bytes that go to or come from `peer` now are the ones to be damaged."""
@@ -173,8 +176,8 @@ def _watch_links(inflicter: Inflicter) -> None:
     start = TcpLink.start
 
     def watched(link: TcpLink) -> None:
-        inflicter.add_link(link)
         start(link)
+        inflicter.linked(link)
 
     TcpLink.start = watched  # type: ignore[method-assign]
 
