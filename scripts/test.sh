@@ -31,13 +31,13 @@ run() {
 beside() {
     local status=0
     run processes yes multiprocess -- "$@" || status=$?
-    run quick yes unit gpu -- "$@" || status=$?
+    run quick yes unit gpu repository -- "$@" || status=$?
     return "$status"
 }
 beside "$@" >"$scratch/output" 2>&1 &
 background=$!
 inside=0 random=0 transports=0 processes=0
-run inside yes planning repository -- "$@" || inside=$?
+run inside yes planning -- "$@" || inside=$?
 run random no properties faults -- "$@" || random=$?
 run transports yes conformance -- "$@" || transports=$?
 echo "--- the tests that start processes, and the unit tests, ran meanwhile:"

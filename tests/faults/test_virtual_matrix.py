@@ -14,7 +14,7 @@ import pytest
 from weightbridge.machine.session import SessionPolicy
 from weightbridge.testing.virtual_job import FAULTS, PHASES, Fault, Outcome, VirtualJob
 
-SCHEDULES = int(os.environ.get("WEIGHTBRIDGE_SCHEDULES", "2"))
+SCHEDULES = int(os.environ.get("WEIGHTBRIDGE_SCHEDULES", "1"))
 VICTIMS = ("trainer/0", "trainer/1", "a/0", "a/1", "b/0")
 ENDS_SECONDS = 120.0
 LASTING = ("kill", "stop", "cut")
