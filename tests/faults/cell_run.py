@@ -49,7 +49,6 @@ class Lane:
     def __init__(self, nodes: tuple[int, ...] = (), addresses: tuple[str, ...] = ()) -> None:
         self._nodes = nodes
         self._addresses = addresses
-        self.is_cluster = bool(nodes)
 
     def place(self, worker: str) -> dict[str, str]:
         """netns, data_host and node of a worker."""

@@ -1,6 +1,6 @@
 """The fault matrix with real processes, printed as a table.
 
-    python -m tests.faults.matrix [--only TEXT]... [--parallel N] [--html FILE] [--json]
+    python -m tests.faults.matrix [--only TEXT]... [--parallel N] [--json]
 
 Cells with a cut link need root, for network namespaces; without it they are left out, and the table says so.
 """

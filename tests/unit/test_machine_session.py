@@ -350,32 +350,6 @@ def test_a_worker_that_is_done_may_leave_while_the_others_finish() -> None:
     assert job.told(w.Closed) >= {"a/0", "a/1", "b/0"}
 
 
-def test_an_engine_that_leaves_with_the_version_it_has_installed_gives_nothing_up() -> None:
-    job = Job()
-    job.mute = lambda worker, message: worker == "a/1" and isinstance(message, w.AllowAssemble)
-    job.join_all()
-    job.send(1)
-    job.hear("b/0", w.Goodbye())
-    assert ("b", "left") in job.notes
-    assert not job.told(w.AbortAttempt)
-    job.hear("a/1", w.Transferred(version=1, attempt=1))
-    (report,) = job.heard_by("trainer/0", w.Report)
-    assert report.engines == {"a": "ready", "b": "ready"}  # type: ignore[attr-defined]
-    job.mute = lambda worker, message: False
-    job.send(2)
-    assert [m.engines for m in job.heard_by("trainer/0", w.Report)][1:] == [{"a": "ready"}]  # type: ignore[attr-defined]
-    assert not job.told(w.UpdateFailed)
-
-
-def test_an_engine_that_leaves_before_it_has_installed_gives_the_version_up() -> None:
-    job = Job()
-    job.mute = lambda worker, message: worker == "a/1" and isinstance(message, w.AllowAssemble)
-    job.join_all()
-    job.send(1)
-    job.hear("a/1", w.Goodbye())
-    assert job.given_up.causes == {"a/1": "left while the session was updating"}
-
-
 def test_words_of_an_older_attempt_change_nothing() -> None:
     job = Job().join_all()
     job.send(1)

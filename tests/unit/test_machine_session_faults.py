@@ -345,3 +345,23 @@ def test_an_engine_that_has_installed_and_not_said_so_yet_is_waited_for_before_a
     assert [m.attempt for m in job.heard_by("b/0", w.Begin)] == [1, 2]  # type: ignore[attr-defined]
     assert len(job.heard_by("b/0", w.Propose)) == proposed + 1  # bytes go into live weights once more
     assert reports(job)[0].attempts == 2
+
+
+def test_an_engine_that_leaves_with_the_version_it_has_installed_gives_nothing_up() -> None:
+    job = in_transfer()
+    job.hear("b/0", w.Goodbye())
+    assert ("b", "left") in job.notes
+    assert not job.told(w.AbortAttempt)
+    job.hear("a/1", w.Transferred(version=1, attempt=1))
+    (report,) = reports(job)
+    assert report.engines == {"a": "ready", "b": "ready"}
+    job.mute = lambda worker, message: False
+    job.send(2)
+    assert [r.engines for r in reports(job)][1:] == [{"a": "ready"}]
+    assert not job.told(w.UpdateFailed)
+
+
+def test_an_engine_that_leaves_before_it_has_installed_gives_the_version_up() -> None:
+    job = in_transfer()
+    job.hear("a/1", w.Goodbye())
+    assert job.given_up.causes == {"a/1": "left while the session was updating"}
