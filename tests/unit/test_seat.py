@@ -13,7 +13,7 @@ import torch
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator import Options, ReceiverAdapter
 from weightbridge.coordinator.seat import Outlived, Seat
-from weightbridge.errors import IncompleteUpdateError, WeightBridgeError, WorkerError
+from weightbridge.errors import IncompleteUpdateError, ProbeError, WeightBridgeError, WorkerError
 from weightbridge.machine import messages as w
 from weightbridge.testing.ports import free_port
 
@@ -93,3 +93,25 @@ def test_a_word_said_after_closing_goes_to_no_other_descriptor(receiver: Receive
         for pipe in pipes:
             for end in pipe:
                 os.close(end)
+
+
+@pytest.mark.parametrize("mate", [None, 2])
+def test_what_a_mate_met_at_the_probe_names_the_mate_and_ones_own_error_stays_as_it_is(
+    receiver: ReceiverAdapter, monkeypatch: pytest.MonkeyPatch, mate: int | None
+) -> None:
+    seat = receiver._seat
+    met = ProbeError("load_weights raised", **({} if mate is None else {"side_rank": mate}))
+
+    def agree(data: bytes) -> tuple[bytes, ...]:
+        raise met
+
+    monkeypatch.setattr(seat, "_agree", agree)
+    seat.machine.hear(w.RunProbe(request=1, dtypes=("BF16",)))
+    with pytest.raises(ProbeError) as caught:
+        seat.run_probe(seat.machine)
+    if mate is None:
+        assert caught.value is met
+        assert met.__cause__ is None
+    else:
+        assert caught.value.causes == {"e/2": "load_weights raised"}
+        assert "e/2" in str(caught.value)

@@ -222,17 +222,18 @@ class Seat:
             raise
         except Exception as error:
             self.report(error, machine, kind="ProbeError")
-            raise self._named(error) from error
+            mate = self._met_by(error)
+            if not mate:
+                raise
+            named = w.Failure(kind=kind_of(error), causes={mate: str(error)}, version=-1)
+            raise failure_to_error(named, me=self.name) from error
         self.progress.welcome(machine.session, source_map, buffers)
         self.post(w.LayoutReady(source_map=encode_source_map(source_map)), machine)
 
-    def _named(self, error: Exception) -> Exception:
-        """The same error; one that another worker of this side met names that worker."""
+    def _met_by(self, error: Exception) -> str:
+        """The worker of this side that met an error while all of them probed; "" when this one did."""
         rank = getattr(error, "side_rank", None)
-        if rank is None:
-            return error
-        failure = w.Failure(kind=kind_of(error), causes={f"{self._side}/{rank}": str(error)}, version=-1)
-        return failure_to_error(failure, me=self.name)
+        return "" if rank is None else f"{self._side}/{rank}"
 
     def _kept_map(self) -> SourceMap | None:
         """The layout learnt for an earlier session, when every worker of the side still has the one it had then."""
@@ -340,8 +341,7 @@ class Seat:
         """
         ours = isinstance(error, WeightBridgeError)
         reason = str(error) if ours else f"{type(error).__name__}: {error}"
-        rank = getattr(error, "side_rank", None)  # another worker of this side met it
-        lost = "" if rank is None else f"{self._side}/{rank}"
+        lost = self._met_by(error)
         self.post(w.WorkerFailed(kind=kind_of(error) if ours else kind, reason=reason, lost=lost), machine)
 
     def _agree(self, data: bytes) -> tuple[bytes, ...]:
