@@ -67,12 +67,15 @@ class Lane:
             self.link(worker, "up")
 
 
-def run_cell(cell: Cell, lane: Lane) -> Outcome:
-    """Blocks for 3 to 40 seconds. Never raises for what a worker does: it is in the outcome."""
+def run_cell(cell: Cell, lane: Lane, *, with_victim: tuple[str, ...] = ()) -> Outcome:
+    """Blocks for 3 to 40 seconds. Never raises for what a worker does: it is in the outcome.
+
+    with_victim: workers that are stopped together with the victim, and go on when it does.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weightbridge-cell-") as folder:
-        run = _Run(cell, lane, Path(folder))
+        run = _Run(cell, lane, Path(folder), with_victim)
         try:
             run.go()
         finally:
@@ -84,8 +87,8 @@ def run_cell(cell: Cell, lane: Lane) -> Outcome:
 
 
 class _Run:
-    def __init__(self, cell: Cell, lane: Lane, folder: Path) -> None:
-        self.cell, self.lane, self.folder = cell, lane, folder
+    def __init__(self, cell: Cell, lane: Lane, folder: Path, with_victim: tuple[str, ...]) -> None:
+        self.cell, self.lane, self.folder, self.with_victim = cell, lane, folder, with_victim
         self.processes: dict[str, BaseProcess] = {}
         self.hung: list[str] = []
         self.again = False  # a second session was needed
@@ -156,7 +159,11 @@ class _Run:
                 self.lane.link(self.cell.victim, "down")
                 (self.folder / "cut").touch()
             case "stop":
-                self._todo.append((time.monotonic() + STOPPED_SECONDS, lambda: _signal(pid, signal.SIGCONT)))
+                pids = [pid, *(self.processes[name].pid for name in self.with_victim)]
+                for other in pids[1:]:
+                    _signal(other, signal.SIGSTOP)
+                go_on = time.monotonic() + STOPPED_SECONDS
+                self._todo += [(go_on, lambda p=p: _signal(p, signal.SIGCONT)) for p in pids]
             case "full memory":
                 self._todo.append((time.monotonic() + _MEMORY_SECONDS, lambda: _give_memory(pid)))
 

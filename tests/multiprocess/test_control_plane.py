@@ -257,14 +257,14 @@ class Life:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(control, "_RETRY_SECONDS", 0.05)
         monkeypatch.setattr(line, "GONE_SECONDS", 0.3)
-        monkeypatch.setattr(control, "_POLL_SECONDS", 0.02)
+        monkeypatch.setattr(control, "STEP_SECONDS", 0.02)
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.heard: list[w.Message] = []
         self.failures: list[WeightBridgeError] = []
         options = Options(token=TOKEN, heartbeat_seconds=0.1, heartbeat_timeout_seconds=30, connect_timeout_seconds=30)
         self.thread = ControlThread(
             endpoint=self.endpoint, join=join_of("e/0"), options=options, on_message=self.heard.append,
-            on_failure=self.failures.append, on_tick=lambda now: None,
+            on_failure=self.failures.append, on_tick=lambda: None,
         )  # fmt: skip
         self.hub: End | None = None
 

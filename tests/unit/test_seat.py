@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import traceback
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from weightbridge.checkpoint import CheckpointSpec
-from weightbridge.coordinator import Options, ReceiverAdapter
+from weightbridge.coordinator import Options, ReceiverAdapter, standstill
 from weightbridge.coordinator.seat import Outlived, Seat
 from weightbridge.errors import IncompleteUpdateError, ProbeError, WeightBridgeError, WorkerError
 from weightbridge.machine import messages as w
@@ -31,28 +30,66 @@ def receiver() -> Iterator[ReceiverAdapter]:
     receiver.close()
 
 
+class Clock:
+    """A steady clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(standstill, "time", clock)
+    return clock
+
+
+def tick_on(seat: Seat, clock: Clock, seconds: float) -> None:
+    until = clock.now + seconds
+    while clock.now < until:
+        clock.now += 0.25
+        seat._on_tick()
+
+
 def fail_an_attempt(seat: Seat) -> None:
     seat.machine.hear(w.PlanReady(epoch=1, attempt=1, plan=b""))
     seat._attempt_failed(seat.machine, 1, WorkerError("e/0 lost a/0", causes={"a/0": "the connection broke"}))
 
 
-def test_a_hub_that_does_not_end_an_attempt_that_failed_is_taken_for_dead(receiver: ReceiverAdapter) -> None:
+def test_a_hub_that_does_not_end_an_attempt_that_failed_is_taken_for_dead(
+    receiver: ReceiverAdapter, clock: Clock
+) -> None:
     seat = receiver._seat
     fail_an_attempt(seat)
-    seat._on_tick(time.monotonic())
+    seat._on_tick()
     assert seat.failure is None
-    seat._on_tick(time.monotonic() + LATER)
+    tick_on(seat, clock, LATER)
     assert seat.failure is not None
     assert set(seat.failure.causes) == {"a/0"}
 
 
-def test_an_attempt_that_the_hub_has_ended_is_forgotten_when_the_next_one_runs(receiver: ReceiverAdapter) -> None:
+def test_a_verdict_is_not_late_when_it_was_this_worker_that_stood_still(
+    receiver: ReceiverAdapter, clock: Clock
+) -> None:
+    seat = receiver._seat
+    fail_an_attempt(seat)
+    clock.now += 10 * LATER
+    seat._on_tick()
+    assert seat.failure is None
+
+
+def test_an_attempt_that_the_hub_has_ended_is_forgotten_when_the_next_one_runs(
+    receiver: ReceiverAdapter, clock: Clock
+) -> None:
     seat = receiver._seat
     fail_an_attempt(seat)
     seat.machine.hear(w.AbortAttempt(attempt=1))
     seat.machine.stopped(1)
     seat.machine.hear(w.PlanReady(epoch=1, attempt=2, plan=b""))
-    seat._on_tick(time.monotonic() + LATER)
+    tick_on(seat, clock, LATER)
     assert seat.failure is None
 
 

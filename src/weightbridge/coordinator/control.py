@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from weightbridge.coordinator.line import Line
 from weightbridge.coordinator.options import Options
+from weightbridge.coordinator.standstill import STEP_SECONDS, Standstill
 from weightbridge.coordinator.wire import is_hub_like
 from weightbridge.errors import ConnectError, TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
@@ -24,7 +25,6 @@ from weightbridge.machine.session import HUB_WORKER
 
 __all__ = ["ControlThread"]
 
-_POLL_SECONDS = 0.25
 _RETRY_SECONDS = 1.0
 _LOG = logging.getLogger(__name__)
 
@@ -35,11 +35,10 @@ class ControlThread:
     def __init__(
         self, *, endpoint: str, join: w.Join, options: Options,
         on_message: Callable[[w.Message], None], on_failure: Callable[[WeightBridgeError], None],
-        on_tick: Callable[[float], None],
+        on_tick: Callable[[], None],
     ) -> None:  # fmt: skip
         """on_message: every message but heartbeats and Rejected, first of all Welcome, and again after `rejoin`.
-        on_failure: the hub cannot be reached, refused, died or fell silent. on_tick: several times a second, with the
-        steady clock."""
+        on_failure: the hub cannot be reached, refused, died or fell silent. on_tick: several times a second."""
         self._endpoint = endpoint
         self._join = join
         self._options = options
@@ -109,9 +108,12 @@ class ControlThread:
     # --- on the control thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        standstill = Standstill()
         try:
             while True:
-                now = time.monotonic()
+                now, stood_still = standstill.look()
+                self._begun += stood_still
+                self._line.stood_still(stood_still, now)
                 if now >= self._redial_at:
                     self._dial()
                 beat_seconds = self._options.heartbeat_seconds
@@ -119,11 +121,11 @@ class ControlThread:
                     self._redial_at = math.inf  # the old line has found another hub by itself: its answer is awaited
                 if not self._settled:
                     self._check_hub(now, self._line)
-                self._on_tick(now)
+                self._on_tick()
                 self._take_out()
                 if self._stopping.is_set():
                     return
-                self._line.socket.poll(_POLL_SECONDS, self._wake_read)
+                self._line.socket.poll(STEP_SECONDS, self._wake_read)
                 with suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 self._take_in(self._line)

@@ -22,6 +22,7 @@ from weightbridge.coordinator import session_events as events
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.planning import Planned, plan_job
 from weightbridge.coordinator.session_events import guarded_observer
+from weightbridge.coordinator.standstill import Standstill
 from weightbridge.coordinator.wire import HubSocket
 from weightbridge.errors import TransportError, WeightBridgeError
 from weightbridge.machine import messages as w
@@ -83,6 +84,7 @@ class Hub:
         self._thread.join(5.0)
 
     def _run(self) -> None:
+        standstill = Standstill()
         try:
             while not self._stopping.is_set():
                 self._socket.poll(_TICK_SECONDS)
@@ -90,9 +92,10 @@ class Hub:
                 with suppress(queue.Empty):
                     while True:
                         self._handle(self._done.get_nowait())
-                self._handle(s.Tick())
-                if time.monotonic() >= self._next_heartbeat:
-                    self._next_heartbeat = time.monotonic() + self._options.heartbeat_seconds
+                now, stood_still = standstill.look()
+                self._handle(s.Tick(stood_still), now)
+                if now >= self._next_heartbeat:
+                    self._next_heartbeat = now + self._options.heartbeat_seconds
                     beat = w.Heartbeat()
                     for connection in self._workers:
                         self._send(connection, beat)
@@ -161,15 +164,15 @@ class Hub:
         if self._tell is not None:
             self._tell(event(at=time.time(), worker=s.HUB_WORKER, **fields))
 
-    def _handle(self, event: s.SessionEvent) -> None:
+    def _handle(self, event: s.SessionEvent, now: float | None = None) -> None:
         phase = self._machine.phase
-        self._perform(event)
+        self._perform(event, time.monotonic() if now is None else now)
         if self._machine.phase is not phase:
             self._observe(events.PhaseChanged, phase=self._machine.phase.value)
 
-    def _perform(self, event: s.SessionEvent) -> None:
+    def _perform(self, event: s.SessionEvent, now: float) -> None:
         # The worker in whose process the hub lives hears each word last: it may well exit on the spot, and the hub with it.
-        for instruction in sorted(self._machine.handle(event, time.monotonic()), key=_concerns_own_worker):
+        for instruction in sorted(self._machine.handle(event, now), key=_concerns_own_worker):
             match instruction:
                 case s.Send(worker=worker, message=message):
                     if isinstance(message, w.Report) and self.planned is not None:

@@ -50,6 +50,13 @@ class Line:
             self.socket.send(w.encode(w.Heartbeat()))
         return asks
 
+    def stood_still(self, seconds: float, now: float) -> None:
+        """Its owner has not run for so long, up to now, and could hear nothing."""
+        self.begun = min(self.begun + seconds, now)
+        self.last_heard = min(self.last_heard + seconds, now)
+        if self._down_since is not None:
+            self._down_since = min(self._down_since + seconds, now)
+
     def gone_seconds(self, now: float, silence_seconds: float) -> float:
         """Since when there is no connection, if that is long enough to take the hub for dead; else 0. To be asked often.
 

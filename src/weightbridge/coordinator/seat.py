@@ -24,6 +24,7 @@ from weightbridge.coordinator.failures import error_to_failure, failure_to_error
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
 from weightbridge.coordinator.session_events import guarded_observer
+from weightbridge.coordinator.standstill import Patience
 from weightbridge.errors import TransferTimeout, WeightBridgeError, WorkerError
 from weightbridge.executor import HostCopy, LiveMemory, NetworkBytes, Observation, Prepared
 from weightbridge.kernels import Buffer, choose_kernels
@@ -90,7 +91,7 @@ class Seat:
         self._moved: dict[int, NetworkBytes] = {}
         # Exceptions made of failures, newest last; and what this worker saw itself, with when to believe it.
         self._errors: list[tuple[w.Failure | w.UpdateFailed, WeightBridgeError, TracebackType | None]] = []
-        self._suspicion: tuple[float, int, WeightBridgeError] | None = None  # when, of which attempt, what
+        self._suspicion: tuple[Patience, int, WeightBridgeError] | None = None  # until when, of which attempt, what
         self._num_rounds = 0  # of the program in force
         self._next_telling = 0.0  # by the clock of observations
         self._outlived: w.Failure | None = None  # what ended the session before this one
@@ -155,7 +156,7 @@ class Seat:
         of: of the session that the wait belongs to: raises Outlived when that ends in good order, or ends and this worker goes
         on to the next one. None: waits on in the next one; raises WorkerError when none will come.
         """
-        give_up = time.monotonic() + seconds
+        patience = Patience(seconds)
         with self.changed:
             while not done(of or self.machine):
                 self.check()
@@ -163,14 +164,14 @@ class Seat:
                     raise Outlived
                 if self.machine.closed and not self._outlives(None):
                     raise WorkerError(f"{self.name} waited for {what}, and the session was closed", causes={})
-                left = give_up - time.monotonic()
-                if left <= 0:
+                step_seconds = patience.step_seconds()
+                if step_seconds <= 0:
                     raise TransferTimeout(
                         f"{self.name} waited {seconds:.0f} s for {what} and heard nothing from {HUB_WORKER}, which hosts the "
                         "session; look at that process, or raise the time-outs in Options",
                         waiting_for=(HUB_WORKER,), seconds=seconds,
                     )  # fmt: skip
-                self.changed.wait(left)
+                self.changed.wait(step_seconds)
 
     @property
     def failure(self) -> w.Failure | None:
@@ -467,9 +468,9 @@ class Seat:
                 self._next_telling = seen.at + _TELL_SECONDS
                 self.tell(events.Progress, version=self.machine.begun[0], round=k + 1, rounds=self._num_rounds)
 
-    def _on_tick(self, now: float) -> None:
+    def _on_tick(self) -> None:
         suspicion = self._suspicion
-        if suspicion is not None and now >= suspicion[0]:
+        if suspicion is not None and suspicion[0].step_seconds() <= 0:
             self._suspicion = None
             _, attempt, error = suspicion
             if not self.machine.over and attempt == self.machine.attempt > self.machine.stopped_attempt:
@@ -536,7 +537,7 @@ class Seat:
             lost = next(iter(getattr(error, "waiting_for", ())), "")
         with self.changed:
             if machine is self.machine:
-                self._suspicion = (time.monotonic() + _VERDICT_SECONDS, attempt, error)
+                self._suspicion = (Patience(_VERDICT_SECONDS), attempt, error)
         kind = kind_of(error)
         self._perform(machine, lambda: machine.attempt_failed(attempt, kind=kind, reason=reason, lost=lost))
 

@@ -6,10 +6,10 @@ The machine runs on the control thread. The polling thread only meets it at the 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from weightbridge.coordinator.gate import Gate
+from weightbridge.coordinator.standstill import Patience
 from weightbridge.errors import TransferTimeout
 from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
@@ -54,7 +54,7 @@ class StepAgreement:
 
         check: raises what has ended the session. Raises TransferTimeout when no decision came.
         """
-        give_up = time.monotonic() + seconds
+        patience = Patience(seconds)
         with self._changed:
             while True:
                 check()
@@ -63,14 +63,14 @@ class StepAgreement:
                     return request
                 if count < self.agreed_gate or self._ended:  # in good order: else check() has raised
                     return None
-                left = give_up - time.monotonic()
-                if left <= 0:
+                step_seconds = patience.step_seconds()
+                if step_seconds <= 0:
                     raise TransferTimeout(
                         f"an engine worker waited {seconds:.0f} s at poll {count} for the decision on the step to install at; "
                         "look at the process of trainer rank 0, which hosts the session",
                         waiting_for=(HUB_WORKER,), seconds=seconds,
                     )  # fmt: skip
-                self._changed.wait(left)
+                self._changed.wait(step_seconds)
 
     @property
     def requested(self) -> bool:

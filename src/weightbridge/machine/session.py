@@ -22,8 +22,9 @@ from weightbridge.machine import agreement as a
 from weightbridge.machine import messages as w
 from weightbridge.machine.agreement_words import for_leader, of_leader
 from weightbridge.machine.roster import TRAINERS, Epoch, Roster, Side, SideState
-from weightbridge.machine.session_waits import awaited, who_is_silent
+from weightbridge.machine.session_waits import awaited, late_engines
 from weightbridge.machine.session_words import (
+    HUB_WORKER,
     Admit,
     Disconnected,
     EngineNote,
@@ -42,6 +43,7 @@ from weightbridge.machine.session_words import (
     SessionTimeouts,
     Tick,
 )
+from weightbridge.machine.signs_of_life import SignsOfLife
 from weightbridge.machine.status import OBSERVER
 from weightbridge.machine.update import Update
 
@@ -53,9 +55,6 @@ __all__ = [
 
 LEADER_TICK_SECONDS = 0.2
 """How often an agreement sends again what is unanswered, and asks whether its engine is idle."""
-
-HUB_WORKER = "trainer/0"
-"""The worker whose process the hub lives in."""
 
 HEARD_SECONDS = 1.0
 """How long the hub waits for others to confirm a failure (the dead never will) before it tells its own worker."""
@@ -79,9 +78,8 @@ class SessionMachine:
         self._timeouts = timeouts
         self._policy = policy or SessionPolicy()
         self.since = now
-        self._last_seen: dict[str, float] = {}
+        self._signs = SignsOfLife(timeouts)
         self.onlookers: dict[str, float] = {}  # who looks on (`weightbridge top`), and when it was heard last
-        self._doubted: dict[str, float] = {}  # worker -> since when its connection is closed
         self._requests = 0
         self._epochs = 0
         self._been_ready = False
@@ -111,13 +109,13 @@ class SessionMachine:
             case Received(worker=worker, message=message):
                 self._received(worker, message, now)
             case Disconnected(worker=worker) if worker in self.roster.side_of:
-                self._doubted.setdefault(worker, now)
+                self._signs.doubt(worker, now)
             case PlanMade():
                 self._plan_made(event)
             case PlanRefused():
                 self._plan_refused(event, now)
-            case Tick():
-                self._tick(now)
+            case Tick(stood_still=seconds):
+                self._tick(seconds, now)
         beat = isinstance(event, Received) and isinstance(event.message, w.Heartbeat)  # most of what comes, and no news
         if not self._over and not beat:
             self._advance(now)
@@ -146,7 +144,7 @@ class SessionMachine:
             self._out.append(Refuse(connection, w.Rejected(reason=reason, again=again)))
             return
         side = self.roster.add(join, now)
-        self._last_seen[join.worker] = now
+        self._signs.heard(join.worker, now)
         self._out.append(Admit(connection, join.worker, w.Welcome(session=self.session)))
         if side.is_engine and len(side.joins) == 1:
             self._out.append(EngineNote(side.name, "joining", side.version))
@@ -440,14 +438,14 @@ class SessionMachine:
             version=update.version if update is not None else side.version,
         )  # fmt: skip
         word = w.Closed() if state == "left" and not poisoned else failure
-        self._out += [Send(name, word) for name in side.workers if name not in causes or name not in self._doubted]
+        self._out += [
+            Send(name, word) for name in side.workers if name not in causes or not self._signs.is_doubted(name)
+        ]
         self._out.append(EngineNote(side.name, state, side.version, "; ".join(f"{n}: {c}" for n, c in causes.items())))
-        for name in side.workers:
-            self._awaited.discard(name)
-            self._last_seen.pop(name, None)
-            self._doubted.pop(name, None)
-            self._out.append(Forget(name))
         workers = side.workers
+        self._awaited.difference_update(workers)
+        self._signs.forget(workers)
+        self._out += map(Forget, workers)
         self.roster.remove(side)
         if self._next_epoch is not None and side in self._next_epoch.sides and self._next_epoch.planned:
             self._next_epoch = None
@@ -499,7 +497,7 @@ class SessionMachine:
             self._fail({culprit: message.reason}, message.kind)
             return
         if culprit != worker and culprit in self.roster.side_of:
-            self._doubted.setdefault(culprit, now)
+            self._signs.doubt(culprit, now)
         if self.update is None:
             self._broken_connects += 1
             if self._broken_connects > self._policy.retries:
@@ -603,8 +601,7 @@ class SessionMachine:
         if side is None:
             self._onlooker_said(worker, message, now)
             return
-        self._last_seen[worker] = now
-        self._doubted.pop(worker, None)
+        self._signs.heard(worker, now)
         match message:
             case w.SideSay():
                 self._side_said(worker, message, now)
@@ -647,7 +644,7 @@ class SessionMachine:
             else:
                 self._fail(causes, "WorkerError")
         elif self.update is not None and worker in self.update.resumed:
-            self._last_seen.pop(worker, None)  # it has done its part; the others may finish
+            self._signs.forget((worker,))  # it has done its part; the others may finish
             self.update.retries_left = -1
             self._leaving = True
         elif self.phase in (Phase.READY, Phase.PLANNING, Phase.GATHERING) and self._been_ready and self.update is None:
@@ -678,11 +675,13 @@ class SessionMachine:
 
     # --- time and failure -------------------------------------------------------------------------------------------------
 
-    def _tick(self, now: float) -> None:
+    def _tick(self, stood_still: float, now: float) -> None:
         if self._over:
             self._tell_own_worker(now)
             return
-        if silent := who_is_silent(now, self._last_seen, self._doubted, self._timeouts):
+        if stood_still > 0:
+            self._stood_still(stood_still, now)
+        if silent := self._signs.silent(now):
             self._lose(silent, "WorkerError", now)
         if self._over:
             return
@@ -694,23 +693,21 @@ class SessionMachine:
             for side in self.roster.engines:
                 if side.leader is not None and not side.leader.at_rest:
                     self._lead(side, a.Tick(), now)
-        self._late_sides(now)
+        if self._been_ready:  # before, engines that do not get through to their layout are the phases' business
+            for late in late_engines(self.roster, now, self._timeouts.connect):
+                self._lose(late, "TransferTimeout", now)
         if not self._over:
             self._late_phase(now)
 
-    def _late_sides(self, now: float) -> None:
-        """Engines that came later and do not get through to their layout in time. The first ones are the phases' business."""
-        if not self._been_ready:
-            return
-        for side in self.roster.engines:
-            if side.state is not SideState.MAPPED and now - side.since > self._timeouts.connect:
-                late = [n for n in side.workers if n not in side.maps] or side.workers
-                what = (
-                    "is incomplete: missing " + ", ".join(side.missing())
-                    if not side.complete
-                    else "did not report its layout"
-                )
-                self._lose(dict.fromkeys(late, f"{what} (waited {now - side.since:.0f} s)"), "TransferTimeout", now)
+    def _stood_still(self, seconds: float, now: float) -> None:
+        """No deadline has run meanwhile."""
+        self._signs.stood_still(seconds, now)
+        self.since = min(self.since + seconds, now)
+        self._send_since = min(self._send_since + seconds, now)
+        for side in self.roster.sides.values():
+            side.since = min(side.since + seconds, now)
+        for name, at in self.onlookers.items():
+            self.onlookers[name] = at if at < 0 else min(at + seconds, now)
 
     def _late_phase(self, now: float) -> None:
         waited, limit = now - self.since, self._timeouts.connect

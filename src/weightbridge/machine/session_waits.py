@@ -1,30 +1,14 @@
-"""Who is silent, and who is being waited for, in words: what the session machine says when a deadline has passed."""
+"""Who is being waited for, in words: what the session machine says when a deadline has passed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from weightbridge.machine.roster import Roster, Side
-from weightbridge.machine.session_words import Phase, SessionTimeouts
+from weightbridge.machine.roster import Roster, Side, SideState
+from weightbridge.machine.session_words import Phase
 from weightbridge.machine.update import Update
 
-__all__ = ["awaited", "who_is_silent"]
-
-
-def who_is_silent(
-    now: float, last_seen: Mapping[str, float], doubted: Mapping[str, float], timeouts: SessionTimeouts
-) -> dict[str, str]:
-    """Workers that count as lost, and why. last_seen: when each was heard last. doubted: since when its connection is
-    closed, or a peer has lost it."""
-    out = {
-        name: f"gave no sign of life for {now - at:.0f} s"
-        for name, at in last_seen.items()
-        if now - at > timeouts.heartbeat
-    }
-    for name, since in doubted.items():
-        if name in last_seen and now - since > timeouts.suspect and name not in out:
-            out[name] = f"its connections closed, and it gave no sign of life for {now - since:.0f} s"
-    return dict(sorted(out.items()))
+__all__ = ["awaited", "late_engines"]
 
 
 def awaited(
@@ -51,6 +35,19 @@ def awaited(
             return _waiting_for_update(update)
         case _:
             return [("planner", "did not finish")]
+
+
+def late_engines(roster: Roster, now: float, limit_seconds: float) -> list[dict[str, str]]:
+    """Engines that have not come through to their layout in time: for each, its workers that are late, and with what."""
+    out = []
+    for side in roster.engines:
+        waited = now - side.since
+        if side.state is not SideState.MAPPED and waited > limit_seconds:
+            late = [n for n in side.workers if n not in side.maps] or side.workers
+            missing = ", ".join(side.missing())
+            what = "did not report its layout" if side.complete else f"is incomplete: missing {missing}"
+            out.append(dict.fromkeys(late, f"{what} (waited {waited:.0f} s)"))
+    return out
 
 
 def _waiting_for_layouts(sides: Iterable[Side]) -> list[tuple[str, str]]:

@@ -9,9 +9,13 @@ from typing import Literal
 from weightbridge.machine import messages as w
 
 __all__ = [
-    "Admit", "Disconnected", "EngineNote", "Forget", "Joining", "MakePlan", "Phase", "PlanMade", "PlanRefused", "Received",
-    "Refuse", "Send", "SessionEvent", "SessionInstruction", "SessionPolicy", "SessionTimeouts", "Tick",
+    "HUB_WORKER", "Admit", "Disconnected", "EngineNote", "Forget", "Joining", "MakePlan", "Phase", "PlanMade",
+    "PlanRefused", "Received", "Refuse", "Send", "SessionEvent", "SessionInstruction", "SessionPolicy",
+    "SessionTimeouts", "Tick",
 ]  # fmt: skip
+
+HUB_WORKER = "trainer/0"
+"""The worker whose process the hub lives in."""
 
 
 class Phase(str, Enum):
@@ -91,7 +95,9 @@ class PlanRefused:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A timer, several times a second."""
+    """A timer, several times a second. stood_still: seconds up to now in which nobody listened to the workers."""
+
+    stood_still: float = 0.0
 
 
 SessionEvent = Joining | Received | Disconnected | PlanMade | PlanRefused | Tick

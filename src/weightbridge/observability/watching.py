@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from weightbridge.coordinator.line import GONE_SECONDS, Line
 from weightbridge.coordinator.options import check_endpoint
+from weightbridge.coordinator.standstill import Standstill
 from weightbridge.errors import ConnectError, WorkerError
 from weightbridge.machine import messages as w
 from weightbridge.machine.session import Phase
@@ -53,9 +54,12 @@ class _Watcher:
         )  # fmt: skip
 
     def states(self) -> Iterator[Status]:
+        standstill = Standstill()
         while not self._over:
-            self._line.speak(self._join, time.monotonic(), heartbeat_seconds=_HEARTBEAT_SECONDS)
-            self._check()
+            now, stood_still = standstill.look()
+            self._line.stood_still(stood_still, now)
+            self._line.speak(self._join, now, heartbeat_seconds=_HEARTBEAT_SECONDS)
+            self._check(now)
             self._line.socket.poll(_POLL_SECONDS, self._wake_read)
             for data in self._line.socket.receive():
                 self._line.last_heard = time.monotonic()
@@ -92,8 +96,7 @@ class _Watcher:
                 self._over = True
         return message
 
-    def _check(self) -> None:
-        now = time.monotonic()
+    def _check(self, now: float) -> None:
         if self._line.socket.is_refused and not self._line.joined:
             raise ConnectError(
                 f"not let in at {self._endpoint}: the token is not the session's; give the one the workers have "

@@ -31,7 +31,7 @@ FAULTS = ("kill", "stop", "cut", "half-open", "full memory", "corrupted byte", "
 PHASES = ("connect", "receive", "exchange", "install")
 
 _PIECES = 4
-_HEARTBEAT, _HEARTBEAT_TIMEOUT, _DEADLINE = 1.0, 5.0, 5.0
+_TICK, _HEARTBEAT, _HEARTBEAT_TIMEOUT, _DEADLINE = 0.1, 1.0, 5.0, 5.0
 _TIMEOUTS = s.SessionTimeouts(connect=30.0, update=20.0, heartbeat=_HEARTBEAT_TIMEOUT, suspect=2.5)
 _STOPPED_SECONDS = 3 * _TIMEOUTS.update
 _END_SECONDS = 400.0
@@ -85,7 +85,7 @@ class _Worker:
         )  # fmt: skip
         self.alive = True
         self.resumes_at = 0.0  # a stopped process goes on then
-        self.last_heard = 0.0
+        self.last_heard = self.beat_at = 0.0
         self.attempt = 0  # of the data plane that runs here; 0: none
         self.got: dict[int, int] = {}  # piece -> value, of this attempt
         self.unsent: set[tuple[str, int]] = set()  # (peer, piece) that this attempt has to get rid of
@@ -127,7 +127,7 @@ class _Worker:
     # --- the control thread -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.last_heard = self.job.now
+        self.last_heard = self.beat_at = self.job.now
         self.job.to_hub(self, self.join)
         self.later(_HEARTBEAT, self.beat)
         if self.engine:
@@ -137,6 +137,8 @@ class _Worker:
         if self.machine.over:
             return
         self.job.to_hub(self, w.Heartbeat())
+        stood_still, self.beat_at = max(0.0, self.job.now - self.beat_at - _HEARTBEAT), self.job.now
+        self.last_heard = min(self.last_heard + stood_still, self.job.now)
         if self.job.now - self.last_heard > _HEARTBEAT_TIMEOUT:
             self.lose_hub(f"gave no sign of life for {_HEARTBEAT_TIMEOUT} s")
         else:
@@ -378,6 +380,7 @@ class VirtualJob:
             policy=policy,
         )
         self.host = self.workers[s.HUB_WORKER]
+        self.ticked_at = 0.0
 
     # --- the clock ----------------------------------------------------------------------------------------------------------
 
@@ -387,7 +390,7 @@ class VirtualJob:
     def run(self) -> Outcome:
         for worker in self.workers.values():
             worker.later(self.random.uniform(0, 0.5), worker.start)
-        self.host.later(0.1, self.tick)
+        self.host.later(_TICK, self.tick)
         while self._queue and self.now < _END_SECONDS and not self._through():
             self.now, _, do = heapq.heappop(self._queue)
             do()
@@ -419,11 +422,12 @@ class VirtualJob:
     # --- the hub ------------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        self.hub_handles(s.Tick())
+        stood_still, self.ticked_at = max(0.0, self.now - self.ticked_at - _TICK), self.now
+        self.hub_handles(s.Tick(stood_still))
         for name in list(self.hub.roster.side_of):
-            if int(self.now / _HEARTBEAT) != int((self.now - 0.1) / _HEARTBEAT):
+            if int(self.now / _HEARTBEAT) != int((self.now - _TICK) / _HEARTBEAT):
                 self.to_worker(name, w.Heartbeat())
-        self.host.later(0.1, self.tick)
+        self.host.later(_TICK, self.tick)
 
     def hub_handles(self, event: s.SessionEvent) -> None:
         if not self.host.alive:
