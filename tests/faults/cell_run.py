@@ -67,15 +67,12 @@ class Lane:
             self.link(worker, "up")
 
 
-def run_cell(cell: Cell, lane: Lane, *, with_victim: tuple[str, ...] = ()) -> Outcome:
-    """Blocks for 3 to 40 seconds. Never raises for what a worker does: it is in the outcome.
-
-    with_victim: workers that are stopped together with the victim, and go on when it does.
-    """
+def run_cell(cell: Cell, lane: Lane) -> Outcome:
+    """Blocks for 3 to 40 seconds. Never raises for what a worker does: it is in the outcome."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weightbridge-cell-") as folder:
-        run = _Run(cell, lane, Path(folder), with_victim)
+        run = _Run(cell, lane, Path(folder))
         try:
             run.go()
         finally:
@@ -87,8 +84,8 @@ def run_cell(cell: Cell, lane: Lane, *, with_victim: tuple[str, ...] = ()) -> Ou
 
 
 class _Run:
-    def __init__(self, cell: Cell, lane: Lane, folder: Path, with_victim: tuple[str, ...]) -> None:
-        self.cell, self.lane, self.folder, self.with_victim = cell, lane, folder, with_victim
+    def __init__(self, cell: Cell, lane: Lane, folder: Path) -> None:
+        self.cell, self.lane, self.folder = cell, lane, folder
         self.processes: dict[str, BaseProcess] = {}
         self.hung: list[str] = []
         self.again = False  # a second session was needed
@@ -159,7 +156,7 @@ class _Run:
                 self.lane.link(self.cell.victim, "down")
                 (self.folder / "cut").touch()
             case "stop":
-                pids = [pid, *(self.processes[name].pid for name in self.with_victim)]
+                pids = [pid, *(self.processes[name].pid for name in self.cell.beside)]
                 for other in pids[1:]:
                     _signal(other, signal.SIGSTOP)
                 go_on = time.monotonic() + STOPPED_SECONDS

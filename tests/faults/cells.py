@@ -34,15 +34,16 @@ STRUCK_VERSION = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """mode: "direct", or "staged": trainers send from a host copy, engines receive into one. phase: of version 2, but for
-    "connect"."""
+    "connect". beside: who is stopped together with a victim that is stopped, and goes on when it does."""
 
     kind: str
     victim: str
     phase: str
     mode: str
+    beside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.victim}, {self.phase}, {self.mode}"
+        return f"{self.kind}, {' and '.join((self.victim, *self.beside))}, {self.phase}, {self.mode}"
 
     @property
     def strikes_nothing(self) -> str:

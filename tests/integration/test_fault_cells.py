@@ -6,7 +6,6 @@ They run side by side, once for the module: each spends most of its time waiting
 from __future__ import annotations
 
 import pytest
-from tests.faults.cell_run import Lane, run_cell
 from tests.faults.cells import WORKERS, Cell, Outcome
 from tests.faults.matrix import run_cells
 
@@ -42,10 +41,16 @@ CELLS = tuple(
     )
 )
 
+# The hub wakes up among those who gave it up: it must not take them for the culprits, nor drop engines for what they did not do
+# in time; tp/0, which slept through it too, must hear of the hub.
+WAKES_UP = Cell(kind="stop", victim="trainer/0", phase="install", mode="direct", beside=("tp/0",))
+# As a container or a machine that is suspended.
+FROZEN = Cell(kind="stop", victim="trainer/0", phase="exchange", mode="direct", beside=WORKERS[1:])
+
 
 @pytest.fixture(scope="module")
 def ran() -> tuple[dict[Cell, Outcome], str]:
-    return run_cells(CELLS, parallel=3)
+    return run_cells((*CELLS, WAKES_UP, FROZEN), parallel=3)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -56,18 +61,13 @@ def test_a_cell_ends_names_the_culprit_and_serves_no_mixture(ran: tuple[dict[Cel
     assert not outcomes[cell].wrong, outcomes[cell]
 
 
-def test_a_hub_that_wakes_up_is_named_to_whoever_slept_through_it_too() -> None:
-    """trainer/0 and tp/0 stand still for three times the deadline. Meanwhile everybody else gives the hub up, and goes. The
-    hub, awake again, must not take them for the culprits, nor drop engines for what they did not do in time."""
-    cell = Cell(kind="stop", victim="trainer/0", phase="install", mode="direct")
-    outcome = run_cell(cell, Lane(), with_victim=("tp/0",))
+def test_whoever_slept_through_it_too_hears_that_it_was_the_hub(ran: tuple[dict[Cell, Outcome], str]) -> None:
+    outcome = ran[0][WAKES_UP]
     assert not outcome.wrong, outcome
     assert [set(line["causes"]) for line in outcome.workers["tp/0"] if "causes" in line] == [{"trainer/0"}]
 
 
-def test_a_job_that_is_frozen_as_a_whole_goes_on() -> None:
-    """As a container or a machine that is suspended: all six processes stand still, and nobody is lost by it."""
-    cell = Cell(kind="stop", victim="trainer/0", phase="exchange", mode="direct")
-    outcome = run_cell(cell, Lane(), with_victim=tuple(name for name in WORKERS if name != "trainer/0"))
+def test_a_job_that_is_frozen_as_a_whole_loses_nobody(ran: tuple[dict[Cell, Outcome], str]) -> None:
+    outcome = ran[0][FROZEN]
     assert not outcome.wrong, outcome
     assert outcome.word in ("unharmed", "sent again"), outcome

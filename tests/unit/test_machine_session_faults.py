@@ -127,6 +127,52 @@ def test_a_version_waits_for_the_plan_without_an_engine_that_went_when_it_had_al
     assert (reports(job)[1].engines, reports(job)[1].attempts) == ({"a": "ready"}, 1)
 
 
+def connecting(*silent: str) -> Job:
+    """Nobody has been ready yet; these do not connect."""
+    job = Job()
+    job.mute = lambda worker, message: worker in silent and isinstance(message, w.ConnectPeers)
+    return job.join_all()
+
+
+def cannot_join(peer: str, attempt: int = 1) -> w.AttemptFailed:
+    return w.AttemptFailed(attempt=attempt, kind="ConnectError", reason=f"cannot join {peer}", lost=peer)
+
+
+@pytest.mark.parametrize(("reporter", "lost"), [("a/1", "trainer/1"), ("b/0", "a/1"), ("trainer/0", "trainer/1")])
+def test_whoever_does_not_answer_is_the_culprit_and_not_who_was_first_to_complain_of_somebody(
+    reporter: str, lost: str
+) -> None:
+    """trainer/1 has stopped. a/1 waits for it, so that b/0 waits for a/1; either may be the first whose deadline passes."""
+    job = connecting("trainer/1", "a/1", "b/0")
+    job.dead, job.mute = {"trainer/1"}, lambda worker, message: False
+    job.hear(reporter, cannot_join(lost))
+    assert job.machine.phase is s.Phase.ABORTING
+    job.pass_time(12)
+    assert set(job.failure.causes) == {"trainer/1"}
+
+
+def test_a_first_connection_that_breaks_is_tried_again() -> None:
+    job = connecting("a/1")
+    job.mute = lambda worker, message: False
+    job.hear("a/1", cannot_join("trainer/1"))
+    assert [(m.attempt, m.plan) for m in job.heard_by("b/0", w.PlanReady)] == [(1, b"plan"), (2, b"")]  # type: ignore[attr-defined]
+    assert job.machine.phase is s.Phase.READY
+    assert not job.told(w.Failure)
+
+
+def test_two_who_can_never_connect_end_the_session_before_it_is_ready() -> None:
+    job = connecting("a/1")
+    job.hear("a/1", cannot_join("trainer/1"))
+    job.hear("a/1", cannot_join("trainer/1", attempt=2))
+    assert job.failure.causes == {"a/1": "cannot join trainer/1"}
+
+
+def test_who_cannot_even_get_memory_is_not_asked_twice() -> None:
+    job = connecting("a/1")
+    job.hear("a/1", w.AttemptFailed(attempt=1, kind="RegistrationError", reason="cannot take 64 MiB"))
+    assert job.failure.causes == {"a/1": "cannot take 64 MiB"}
+
+
 def test_a_worker_whose_connection_closed_and_that_comes_back_is_not_lost() -> None:
     job = Job().join_all()
     job.tell(s.Disconnected("a/1"))

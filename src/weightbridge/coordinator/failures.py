@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightbridge import errors
 from weightbridge.machine import messages as w
 
-__all__ = ["error_to_failure", "failure_to_error", "kind_of"]
+__all__ = ["causes_of", "error_to_failure", "failure_to_error", "kind_of"]
 
 
 def kind_of(error: BaseException) -> str:
@@ -14,9 +14,18 @@ def kind_of(error: BaseException) -> str:
     return name if name in errors.__all__ else "InternalError"
 
 
+def causes_of(error: errors.WeightBridgeError) -> dict[str, str]:
+    """Worker name -> what happened to it, as far as the error says whom it met; empty when it met nobody."""
+    causes: dict[str, str] = getattr(error, "causes", None) or {}
+    if causes:
+        return dict(causes)
+    peers = getattr(error, "waiting_for", ()) or (getattr(error, "peer", ""),)
+    return {str(peer): error.message for peer in peers if peer}
+
+
 def error_to_failure(error: errors.WeightBridgeError, *, me: str, version: int) -> w.Failure:
     """The failure that worker `me` would have been told of, had the hub been there to tell it."""
-    causes = getattr(error, "causes", None) or {me: error.message}
+    causes = causes_of(error) or {me: error.message}
     return w.Failure(kind=kind_of(error), causes={str(n): str(c) for n, c in causes.items()}, version=version)
 
 

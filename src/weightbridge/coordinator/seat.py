@@ -20,7 +20,7 @@ import torch
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator import session_events as events
 from weightbridge.coordinator.control import ControlThread
-from weightbridge.coordinator.failures import error_to_failure, failure_to_error, kind_of
+from weightbridge.coordinator.failures import causes_of, error_to_failure, failure_to_error, kind_of
 from weightbridge.coordinator.options import Options
 from weightbridge.coordinator.progress import ProgressThread
 from weightbridge.coordinator.session_events import guarded_observer
@@ -529,12 +529,7 @@ class Seat:
 
     def _attempt_failed(self, machine: m.WorkerMachine, attempt: int, error: WeightBridgeError) -> None:
         """This worker's own part has failed. The hub sees more than one worker does: its word is awaited for a moment."""
-        lost, reason = "", error.message
-        causes = getattr(error, "causes", None) or {}
-        if causes:
-            lost, reason = next(iter(causes.items()))
-        elif isinstance(error, TransferTimeout):
-            lost = next(iter(getattr(error, "waiting_for", ())), "")
+        lost, reason = next(iter(causes_of(error).items()), ("", error.message))
         with self.changed:
             if machine is self.machine:
                 self._suspicion = (Patience(_VERDICT_SECONDS), attempt, error)

@@ -493,7 +493,7 @@ class SessionMachine:
         if message.attempt != self.attempt or self.phase not in (Phase.LOWERING, Phase.CONNECTING, Phase.UPDATING):
             return
         culprit = message.lost or worker
-        if not self._been_ready:
+        if not self._been_ready and culprit == worker:
             self._fail({culprit: message.reason}, message.kind)
             return
         if culprit != worker and culprit in self.roster.side_of:
