@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernel_cases import SIZES, copies, random_bytes, row
 
-from weightbridge.kernels import Buffer, ReferenceKernels, choose_kernels
+from weightbridge.kernels import Buffer, Kernels, ReferenceKernels, choose_kernels
 from weightbridge.program.program import DESCRIPTOR
 
 pytest.importorskip("triton", reason="the package triton is not installed (the extra 'gpu')")
@@ -20,7 +22,11 @@ def on_host(array: np.ndarray) -> Buffer:
 
 
 def on_device(tensor: torch.Tensor) -> Buffer:
-    return Buffer(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return Buffer(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.device.index)
+
+
+def triton_here() -> Kernels:
+    return choose_kernels("triton").on(torch.cuda.current_device())
 
 
 def wait(ticket) -> None:
@@ -30,9 +36,10 @@ def wait(ticket) -> None:
 
 def same_bytes(table: np.ndarray, source: np.ndarray, target_bytes: int) -> None:
     expected = np.full(target_bytes, 0xA5, np.uint8)
-    reference, kernels = ReferenceKernels(), choose_kernels("triton")
+    reference, kernels = ReferenceKernels(), triton_here()
     reference.launch(reference.prepare(table, [on_host(source)], [on_host(expected)]))
     there, found = torch.from_numpy(source).cuda(), torch.full((target_bytes,), 0xA5, dtype=torch.uint8, device="cuda")
+    kernels.follow_caller()
     wait(kernels.launch(kernels.prepare(table, [on_device(there)], [on_device(found)])))
     np.testing.assert_array_equal(found.cpu().numpy(), expected)
 
@@ -62,25 +69,56 @@ def test_a_big_table_of_runs_and_transposes():
 
 
 def test_an_empty_table_is_done_at_once():
-    kernels = choose_kernels("triton")
+    kernels = triton_here()
     assert kernels.launch(kernels.prepare(np.zeros(0, DESCRIPTOR), [], [])).done()
 
 
-def test_a_launch_comes_after_what_the_callers_stream_holds_and_its_event_after_the_launch():
-    """The caller's stream is kept busy, then writes the source: a launch that did not wait would pack the old values."""
+def busy_stream(work: torch.Tensor) -> torch.Tensor:
+    """Some milliseconds of the current stream."""
+    for _ in range(20):
+        work = work @ work * 1e-3
+    return work
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_launch_comes_after_what_the_callers_stream_holds_and_its_ticket_after_the_launch(own_stream):
+    """The caller's stream is kept busy, then writes the source: a launch that did not wait would pack the old values.
+
+    It is made by another thread, as the executor does.
+    """
     source = torch.zeros(1 << 20, dtype=torch.float32, device="cuda")
     target = torch.zeros_like(source)
     busy = torch.randn(4096, 4096, device="cuda")
-    kernels = choose_kernels("triton")
-    table = row([1 << 20], [4], [4], itemsize=4)
-    prepared = kernels.prepare(table, [on_device(source)], [on_device(target)])
-    wait(kernels.launch(prepared))  # compiled by now
-    for value in (1.0, 2.0, 3.0):
-        for _ in range(20):
-            busy = busy @ busy * 1e-3
-        source.fill_(value)
-        ticket = kernels.launch(prepared)
-        early = ticket.done()  # the matrices take milliseconds: the launch returns long before they are through
-        wait(ticket)
-        assert not early
-        assert (target == value).all().item()
+    kernels = triton_here()
+    prepared = kernels.prepare(row([1 << 20], [4], [4], itemsize=4), [on_device(source)], [on_device(target)])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    with torch.cuda.stream(stream), ThreadPoolExecutor(1) as other_thread:
+        busy_stream(busy)
+        stream.synchronize()  # what the matrices need is loaded by now
+        for value in (1.0, 2.0, 3.0):
+            busy_stream(busy)
+            source.fill_(value)
+            kernels.follow_caller()
+            ticket = other_thread.submit(kernels.launch, prepared).result()
+            early = ticket.done()  # the matrices take milliseconds: the launch returns long before they are through
+            assert ticket.wait(60)
+            assert not early
+            assert (target == value).all().item()
+
+
+def test_a_launch_does_not_wait_for_what_comes_after_the_mark():
+    """A trainer that may go on computing while its weights leave: its later work is none of the kernels' business."""
+    source, target = (torch.zeros(1 << 10, dtype=torch.float32, device="cuda") for _ in range(2))
+    busy = torch.randn(4096, 4096, device="cuda")
+    kernels = triton_here()
+    prepared = kernels.prepare(row([1 << 10], [4], [4], itemsize=4), [on_device(source)], [on_device(target)])
+    busy_stream(busy)
+    torch.cuda.synchronize()
+    kernels.follow_caller()
+    for _ in range(20):
+        busy_stream(busy)
+    after = torch.cuda.Event()
+    after.record()
+    assert kernels.launch(prepared).wait(60)
+    assert not after.query()

@@ -73,7 +73,7 @@ def test_live_buffers_follow_a_rebound_storage_and_span_gaps() -> None:
     expected = live("w", view)
     memory = LiveMemory([expected])
     (buffer,) = memory.buffers({"w": view})
-    assert buffer == (base.data_ptr() + 4 * 12, 4 * (2 * 10 + 4 + 1))
+    assert buffer == (base.data_ptr() + 4 * 12, 4 * (2 * 10 + 4 + 1), None)
     moved = torch.zeros(6, 10)[1:4, 2:7]
     assert memory.buffers({"w": moved})[0].address == moved.data_ptr()
 
@@ -140,9 +140,11 @@ def test_the_lane_works_in_order_and_reports_what_failed() -> None:
     def fail() -> None:
         raise boom
 
-    lane.submit(lambda: order.append(1), "one")
-    lane.submit(fail, "two")
-    lane.submit(lambda: order.append(3), "three")
+    def nothing() -> None: ...
+
+    lane.submit(lambda: order.append(1), nothing, "one")
+    lane.submit(fail, nothing, "two")
+    lane.submit(lambda: order.append(3), nothing, "three")
     assert [events.get(timeout=5) for _ in range(3)] == [LaneDone("one"), LaneFailed(boom), LaneDone("three")]
     lane.close(5)
     assert order == [1, 3]

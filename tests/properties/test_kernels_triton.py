@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.interpreted_triton import interpreted_triton
 from tests.kernel_cases import SIZES, buffer_of, copies, random_bytes, row
 
 from weightbridge.errors import UsageError
@@ -26,26 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[ModuleType]:
-    """The kernels' modules once more, made with TRITON_INTERPRET=1, which decides when a function is decorated.
-
-    Under the names of the real ones while they are loaded, and gone after: other tests get theirs as they are.
-    """
-    names = ["weightbridge.kernels.triton_moves", "weightbridge.kernels.triton_kernels"]
-    before = {name: sys.modules.pop(name, None) for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        for name in names:
-            spec = importlib.util.find_spec(name)
-            assert spec is not None
-            assert spec.loader is not None
-            module = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        assert module.INTERPRETED
+    with interpreted_triton() as module:
         yield module
-    for name, old in before.items():
-        sys.modules.pop(name)
-        if old is not None:
-            sys.modules[name] = old
 
 
 def same_bytes(module: ModuleType, rows: list[tuple[np.ndarray, int, int]], seed: int) -> None:

@@ -96,10 +96,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> BookkeepingDriver:
 
 def test_memory_is_made_mapped_and_given_back_in_turn(driver):
     owner = DeviceMemory(100, 0)
-    assert owner.buffer == Buffer(0x7000_0000_0000, 100)
+    assert owner.buffer == Buffer(0x7000_0000_0000, 100, 0)
     assert owner.handle == DeviceHandle(bytes(range(64)), 100, UUIDS[0])
     neighbour = MappedDeviceMemory(owner.handle, 1)
-    assert neighbour.buffer == Buffer(0x7100_0000_0000, 100)
+    assert neighbour.buffer == Buffer(0x7100_0000_0000, 100, 1)
     for held in (neighbour, neighbour, owner, owner):
         held.close()
     assert driver.log == [
@@ -113,7 +113,7 @@ def test_memory_is_made_mapped_and_given_back_in_turn(driver):
 def test_pinned_memory_is_seen_by_the_gpu_until_it_is_closed(driver):
     memory = ctypes.create_string_buffer(64)
     pinned = PinnedMemory(Buffer(ctypes.addressof(memory), 64), 1)
-    assert pinned.buffer == Buffer(ctypes.addressof(memory) + 1, 64)
+    assert pinned.buffer == Buffer(ctypes.addressof(memory) + 1, 64, 1)
     pinned.close()
     assert driver.log == ["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2", "cuMemHostUnregister"]
     assert driver.contexts == 0

@@ -39,7 +39,8 @@ class Options:
     window: polls an engine worker may still make after it is asked for an update, W of the step agreement.
     idle_install: let the control thread install when the engine is idle; the engine must then hold `ReceiverAdapter.step()`
         whenever it reads its weights.
-    kernels: "native", "reference", or None for the best that works here.
+    kernels: "native" or "reference" for weights in host memory, "triton" to refuse to begin without Triton and a CUDA device;
+        None for the best for where the weights lie.
     backup_weights: True puts the live weights back after the probe (kept in host memory meanwhile), a folder keeps them in an
         unnamed file there, False leaves what the probe wrote: for engines that get a version before they serve.
     expected_untouched, expected_unused: live tensors the loader need not write, checkpoint tensors nobody need take.

@@ -11,11 +11,14 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from weightbridge.checkpoint import CheckpointSpec
 from weightbridge.coordinator.options import Options
 from weightbridge.errors import InternalError, WeightBridgeError
 from weightbridge.executor import Aborted, Endpoint, Executor, NetworkBytes, Observe
-from weightbridge.kernels import Buffer, choose_kernels
+from weightbridge.executor.device import kernels_for
+from weightbridge.kernels import Buffer, Kernels, choose_kernels
 from weightbridge.layout import SourceMap
 from weightbridge.machine import messages as w
 from weightbridge.plan import Plan, decode_plan
@@ -46,6 +49,7 @@ class ProgressThread:
         self._plan: Plan | None = None
         self._program: WorkerProgram | None = None
         self._executor: Executor | None = None
+        self._kernels: Kernels | None = None  # one for all attempts: a GPU's go on from where the caller stood
         self._counted = NetworkBytes(0, 0)
         self._work: queue.SimpleQueue[tuple[Callable[[], None], Failed] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"wb-progress-{worker}", daemon=True)
@@ -105,7 +109,7 @@ class ProgressThread:
         self._executor = Executor(
             workers=self._plan.topology.workers,
             program=self._program,
-            kernels=choose_kernels(self._options.kernels),
+            kernels=self._kernels_for(self._source_map),
             identity=Identity(worker=self._worker, session=str(self._session), token=self._options.token),
             host=self._options.data_host,
             transports=self._options.transports,
@@ -115,6 +119,11 @@ class ProgressThread:
             digests=self._options.digests,
         )
         return self._plan.digest, _to_wire(self._executor.endpoint)
+
+    def _kernels_for(self, source_map: SourceMap) -> Kernels:
+        if self._kernels is None:
+            self._kernels = choose_kernels(self._options.kernels)
+        return kernels_for(self._kernels, source_map.live, self._live, np.unique(source_map.copies.live).tolist())
 
     def connect(self, peers: Mapping[str, w.PeerEndpoint]) -> None:
         """Join with all peers and bind the kernels, which touches no tensor: an update finds them bound if none moved."""
@@ -134,6 +143,8 @@ class ProgressThread:
     def bind(self, live: tuple[Buffer, ...]) -> None:
         """From the worker's own thread, while it stands still: the memory that this version is read from or written to."""
         self._live = live
+        if self._kernels is not None:
+            self._kernels.follow_caller()
         executor = self._executor
         if executor is not None:
             executor.bind(live)

@@ -11,6 +11,7 @@ from weightbridge.coordinator.options import Group, Options, check_endpoint, ran
 from weightbridge.coordinator.seat import LoadWeights, OnProgress, Outlived, Seat, Tensors, seconds_since_epoch
 from weightbridge.coordinator.step_agreement import StepAgreement
 from weightbridge.errors import TransferTimeout, UsageError, WeightBridgeError
+from weightbridge.executor.device import wait_for_devices
 from weightbridge.machine import messages as w
 from weightbridge.machine.session import HUB_WORKER
 from weightbridge.machine.worker import WorkerMachine
@@ -51,6 +52,7 @@ class ReceiverAdapter:
             raise UsageError(f"engine must be a name without a slash, got {engine!r}")
         rank, size = rank_and_size(group)
         self._hook = before_update_hook
+        self._tensors = tensors
         self._closed = False
         self._seat = Seat(
             role="rollout", engine=engine, rank=rank, size=size, node=node or engine, endpoint=endpoint, checkpoint=checkpoint,
@@ -197,6 +199,7 @@ class ReceiverAdapter:
             if session != self._agreement.session:
                 return
         try:
+            wait_for_devices(self._tensors)  # the engine's last step is on a stream that this thread knows nothing of
             self._serve(request, session, machine, seconds_since_epoch())
         except WeightBridgeError:
             pass  # the engine's next poll raises it
@@ -242,6 +245,7 @@ class ReceiverAdapter:
         except Exception as error:
             if not machine.over:
                 seat.report(error, machine)
+                seat.progress.abort(error)  # it would wait for a permission to overwrite that nobody gives any more
             raise
         seat.run_loader(version)
         seat.installed(version)

@@ -275,6 +275,8 @@ class Seat:
             # Kernels are bound to the old one until the progress thread has stopped the attempt that they belong to.
             self.progress.submit(partial(_let_go, self._host), self._tidying_failed)
             self._host = HostCopy(source_map, choose_kernels(self.options.kernels)) if self.staged else None
+            if self._host is not None:  # pinned and bound here, not in the first update
+                self._host.bind("capture" if self.is_trainer else "install", self._live_buffers())
         return self._host.buffers if self._host is not None else self._live_buffers()
 
     def bind_live(self) -> None:

@@ -7,6 +7,7 @@ do next.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,11 @@ from weightbridge.errors import (
     WorkerError,
 )
 from weightbridge.executor.codecs import codec_named
+from weightbridge.executor.device import HostWindows
 from weightbridge.executor.heap import give_back_free_memory
 from weightbridge.executor.lane import KernelLane, LaneDone, LaneFailed
 from weightbridge.executor.observation import KernelRan, Observation, Observe, Prepared
-from weightbridge.kernels.base import Buffer, Kernels
+from weightbridge.kernels.base import Buffer, Kernels, Ticket
 from weightbridge.kernels.digests import Digest, fastest_digest
 from weightbridge.machine import events as m
 from weightbridge.machine.transfer import TransferMachine
@@ -43,6 +45,7 @@ from weightbridge.transports.selection import Choice, choose_transport, open_tra
 
 __all__ = ["Aborted", "Endpoint", "Executor", "NetworkBytes"]
 
+_LOG = logging.getLogger(__name__)
 _CONNECT_THREADS = 16
 _LARGE_TABLES_BYTES = 1 << 20  # of a program: what came before it took many times that, worth asking the allocator for
 
@@ -100,6 +103,7 @@ class Executor:
     ) -> None:
         """workers: of the plan's topology, in its order. host: address the network transports listen on.
 
+        kernels: those for where the live tensors lie; on a GPU the slots are pinned for it in `bind`, before the first update.
         transports: kinds to use between nodes, the preferred one first. trusted_network: see OneSidedTransport.
         digests: tag what is sent with a digest and check what arrives against it; the same on all workers.
         observe: told of everything that happens; see Observe.
@@ -114,6 +118,7 @@ class Executor:
         self._codec = codec_named(program.codec)
         self._index = {w.name: i for i, w in enumerate(workers)}
         self._memory = SharedMemory(max(program.arena_bytes, 4096), prefault=True)
+        self._windows = HostWindows()
         self._opened = open_transports(
             transports,
             identity,
@@ -182,7 +187,8 @@ class Executor:
     def bind(self, live: Sequence[Buffer]) -> None:
         """Bind pack and assemble tables to the live tensors' memory (order of SourceMap.live).
 
-        Touches no tensor. Costs nothing when it is given the tuple that it is bound to.
+        Touches no tensor; pins the slots when it is called for the first time. Costs nothing when it is given the tuple
+        that it is bound to. What a stream still writes into the tensors, `Kernels.follow_caller` waits for.
         """
         if self._bound_to is live or self._bound_to == tuple(live):
             return
@@ -256,11 +262,18 @@ class Executor:
             with ThreadPoolExecutor(min(_CONNECT_THREADS, len(self._peer_transport))) as pool:
                 names = [self._workers[peer].name for peer in self._peer_transport]
                 list(pool.map(lambda x, name: x.fence(name), self._peer_transport.values(), names))
-        self._lane.close(self._deadline_seconds)
+        ended = self._lane.close(self._deadline_seconds)
+        self._packs, self._assembles, self._bound_to = [], [], None
+        if ended:
+            self._windows.close()  # unpinned before it is unmapped
         for transport in self._transports.values():
             transport.close()
-        self._packs, self._assembles, self._bound_to = [], [], None
-        self._memory.close()
+        if ended:
+            self._memory.close()
+        else:
+            _LOG.warning(
+                "%s: a kernel has not ended within %.0f s; its memory is kept", self._me.name, self._deadline_seconds
+            )
 
     def tell_observer(self, what: m.Event | m.Instruction | KernelRan | Prepared) -> None:
         """From any thread; nearly free without an observer."""
@@ -296,8 +309,12 @@ class Executor:
                 raise InternalError(f"executor of {self._me.name}: unknown event {item!r}")
 
     def _slot_buffer(self, stage: str, round_: int) -> Buffer:
-        slot = self._program.slot(stage)
-        return Buffer(self._memory.memory.buffer.address + slot.offset(round_), slot.capacity_bytes)
+        return self._seen(self._memory.memory.buffer, self._program.slot(stage), round_)
+
+    def _seen(self, arena: Buffer, slot: SlotSpec, round_: int) -> Buffer:
+        """A slot copy where the kernels find it."""
+        window = self._windows.of(arena, self._kernels.device)
+        return Buffer(window.address + slot.offset(round_), slot.capacity_bytes, window.device)
 
     def _source_buffer(self, worker: int, stage: str, round_: int) -> Buffer:
         """A slot copy to assemble from: an own one, or a neighbour's, read in place."""
@@ -310,7 +327,7 @@ class Executor:
                 f"{self._workers[worker].name} announced a slot {stage!r} that ends beyond its {mapped.nbytes} bytes of "
                 "memory; both sides must run the same version of the library"
             )
-        return Buffer(mapped.address + slot.offset(round_), slot.capacity_bytes)
+        return self._seen(mapped, slot, round_)
 
     def _segment(self, stage: str, round_: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         begin = self._program.slot(stage).offset(round_) + offset
@@ -392,6 +409,14 @@ def _passed_on(program: WorkerProgram) -> dict[tuple[int, int], _Key]:
     return found
 
 
+def _no_kernel() -> None:
+    """The launch of work that is the CPU's alone."""
+
+
+def _nothing(_round: int) -> None:
+    """What the CPU does after an assembly."""
+
+
 class _Parcel(NamedTuple):
     """What a post hands to the transport. writes: [N, 3] as `Transport.post` takes them."""
 
@@ -429,13 +454,14 @@ class _Transfer:
             x.tell_observer(instruction)
             match instruction:
                 case m.Pack(round=k):
-                    self._run_kernel("pack", k, self._pack, m.PackDone(k))
+                    self._run_kernel("pack", k, partial(self._launch, x._packs, k), self._packed_round, m.PackDone(k))
                 case m.PostWrites(round=k, index=i):
                     self._post(k, i)
                 case m.Decode(round=k):
-                    self._run_kernel("decode", k, self._decode, m.DecodeDone(k))
+                    self._run_kernel("decode", k, _no_kernel, self._decode, m.DecodeDone(k))
                 case m.Assemble(round=k):
-                    self._run_kernel("assemble", k, self._assemble, m.AssembleDone(k))
+                    launch = partial(self._launch, x._assembles, k)
+                    self._run_kernel("assemble", k, launch, _nothing, m.AssembleDone(k))
                 case m.Signal(peer=peer, tag=tag):
                     self._transport_post(peer, np.zeros((0, 3), dtype=np.int64), tag, b"")
                 case m.Released():
@@ -466,34 +492,35 @@ class _Transfer:
         self.tell(event)
 
     def _run_kernel(
-        self, work: Literal["pack", "decode", "assemble"], k: int, kernel: Callable[[int], None], event: m.Event
-    ) -> None:
-        """Queue `kernel` of round k on the lane."""
+        self, work: Literal["pack", "decode", "assemble"], k: int, launch: Callable[[], Ticket | None],
+        then: Callable[[int], None], event: m.Event,
+    ) -> None:  # fmt: skip
+        """Queue a kernel of round k on the lane, and what the CPU does when the kernel is done; the machine hears of `event`
+        when that is done too, and nobody touches the slots before."""
         x = self._x
         if x._observe is None:
-            x._lane.submit(partial(kernel, k), event)
+            x._lane.submit(launch, partial(then, k), event)
             return
+        began_at = 0.0
 
-        def observed() -> None:
+        def launch_observed() -> Ticket | None:
+            nonlocal began_at
             began_at = time.monotonic()
-            kernel(k)
+            return launch()
+
+        def then_observed() -> None:
+            then(k)
             x.tell_observer(KernelRan(work=work, round=k, began_at=began_at))
 
-        x._lane.submit(observed, event)
+        x._lane.submit(launch_observed, then_observed, event)
 
-    def _assemble(self, k: int) -> None:
-        self._launch(self._x._assembles[k] if self._x._assembles else None)
+    def _launch(self, tables: Sequence[Any], k: int) -> Ticket | None:
+        prepared = tables[k] if tables else None
+        return None if prepared is None else self._x._kernels.launch(prepared)
 
-    def _launch(self, prepared: Any) -> None:
-        if prepared is not None:
-            ticket = self._x._kernels.launch(prepared)
-            while not ticket.done():
-                time.sleep(50e-6)
-
-    def _pack(self, k: int) -> None:
-        """Pack, encode, and take digests: a post then leaves at once when its turn comes, and the link does not wait."""
+    def _packed_round(self, k: int) -> None:
+        """Encode, and take digests: a post then leaves at once when its turn comes, and the link does not wait."""
         x = self._x
-        self._launch(x._packs[k] if x._packs else None)
         for index, post in enumerate(x._program.rounds[k].posts):
             if x._codec is not None:
                 lengths = {}

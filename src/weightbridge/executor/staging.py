@@ -6,22 +6,23 @@ tables that are bound to live tensors can be bound to it instead. Between the tw
 are copied, never what lies between or beside them: that belongs to somebody else. Live tensors that share memory are
 copied one by one; every byte that two of them name comes from one checkpoint element, so either copy of it is right.
 
-GPU: `_copy` is the one place where bytes pass between live and host memory. With kernels of a GPU they see the host memory
-through `transports.cuda_ipc.PinnedMemory`, which pins it where it lies, and `_copy` waits for their ticket. `LiveMemory`
-hands out no device memory yet.
+`_copy` is the one place where bytes pass between live and host memory. For live tensors on a GPU the copy is pinned where it
+lies, for that GPU's kernels, and `_copy` waits for their ticket.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weightbridge.errors import InternalError, ProbeError, RegistrationError, UsageError
+from weightbridge.errors import ProbeError, RegistrationError, TransferTimeout, UsageError
+from weightbridge.executor.device import HostWindows, kernels_for
 from weightbridge.kernels.base import Buffer, Kernels
 from weightbridge.kernels.bounds import DESTINATION_ITEMSIZE
 from weightbridge.layout.source_map import LiveTensor, SourceMap
@@ -33,6 +34,16 @@ __all__ = ["HostCopy"]
 _ALIGNMENT = 64  # of a buffer; a page each would cost a model of many tiny tensors more than its weights do
 
 _Table = npt.NDArray[np.void]
+_Way = Literal["capture", "install"]
+_DEADLINE_SECONDS = 300.0  # of a copy on a GPU, and of what the caller's stream holds before it
+
+
+class _Bound(NamedTuple):
+    """One direction. live: what it is bound to."""
+
+    live: tuple[Buffer, ...]
+    kernels: Kernels
+    prepared: Any
 
 
 class HostCopy:
@@ -59,19 +70,25 @@ class HostCopy:
         return self
 
     def _take(self, live: Sequence[LiveTensor], rows: _Table, kernels: Kernels) -> None:
+        self._live = tuple(live)
         self._kernels = kernels
         self._table = _both_ways(_merge_runs(_with_whole_tensors(live, rows)))
         self._copied_bytes = int((self._table["count"].prod(axis=1) * self._table["itemsize"]).sum())
         sizes = np.array([t.span_numel * t.dtype.itemsize for t in live], dtype=np.int64)
         used = np.zeros(len(live), dtype=bool)
         used[self._table["src_buffer"]] = True
+        self._used = np.flatnonzero(used).tolist()
         sizes[~used] = 0
         ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
         self._memory = _prefaulted(max(int(ends[-1]) if len(ends) else 0, mmap.PAGESIZE))
         base = _address(self._memory)
         starts = base + np.concatenate([[0], ends]).astype(np.int64)[:-1]
         self._buffers = tuple(map(Buffer, starts.tolist(), sizes.tolist()))
-        self._bound: dict[str, tuple[tuple[Buffer, ...], Any]] = {}  # direction -> (live buffers, prepared table)
+        self._windows = HostWindows()
+        # Before its memory goes, also when the copy is only let go of.
+        self._unpin = weakref.finalize(self, self._windows.close)
+        self._unpin.atexit = False
+        self._bound: dict[_Way, _Bound] = {}
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -85,29 +102,56 @@ class HostCopy:
 
     def capture(self, live: tuple[Buffer, ...]) -> int:
         """Live tensors to host; returns the bytes copied. live: in the order of SourceMap.live."""
-        return self._copy("capture", live, live, self._buffers)
+        return self._copy("capture", live)
 
     def install(self, live: tuple[Buffer, ...]) -> int:
         """Host to live tensors; returns the bytes copied. live: in the order of SourceMap.live."""
-        return self._copy("install", live, self._buffers, live)
+        return self._copy("install", live)
 
     def close(self) -> None:
         """Give the memory back; idempotent. Nothing may be bound to it any more."""
         self._bound.clear()
+        self._unpin()
         self._memory.close()
 
-    def _copy(self, way: str, live: tuple[Buffer, ...], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> int:
-        """A table is bound once, and again only when a live tensor has moved."""
+    def bind(self, way: _Way, live: tuple[Buffer, ...]) -> None:
+        """Make ready for one direction: pin the copy if the live tensors lie on a GPU, bind the kernels. Touches no tensor.
+
+        Called at connect, so that no update has to; costs nothing when it is given the tuple that it is bound to. Raises
+        UnsupportedError, naming the tensor, for live tensors that the kernels do not work on; RegistrationError.
+        """
         if self._memory.closed:
             raise UsageError(f"cannot {way}: the host copy is closed; make another one")
         bound = self._bound.get(way)
-        if bound is None or (bound[0] is not live and bound[0] != live):
-            bound = self._bound[way] = (live, self._kernels.prepare(self._table, sources, targets))
-        ticket = self._kernels.launch(bound[1])
-        if not ticket.done():
-            raise InternalError(
-                "a copy between host and live memory is not done; wait for its ticket before it is used"
-            )
+        if bound is not None and (bound.live is live or bound.live == live):
+            return
+        kernels = kernels_for(self._kernels, self._live, live, self._used)
+        host = self._seen_by(kernels)
+        sides = (live, host) if way == "capture" else (host, live)
+        self._bound[way] = _Bound(live, kernels, kernels.prepare(self._table, *sides))
+
+    def _seen_by(self, kernels: Kernels) -> tuple[Buffer, ...]:
+        """The buffers where these kernels find them."""
+        if kernels.device is None:
+            return self._buffers
+        memory = Buffer(_address(self._memory), len(self._memory))
+        window = self._windows.of(memory, kernels.device)
+        return tuple(
+            Buffer(b.address - memory.address + window.address, b.nbytes, window.device) for b in self._buffers
+        )
+
+    def _copy(self, way: _Way, live: tuple[Buffer, ...]) -> int:
+        """By the thread that works on the live tensors: its stream comes before the copy, and what it does next after it."""
+        self.bind(way, live)
+        bound = self._bound[way]
+        bound.kernels.follow_caller()
+        if not bound.kernels.launch(bound.prepared).wait(_DEADLINE_SECONDS):
+            self._unpin.detach()  # what still runs may write it
+            raise TransferTimeout(
+                f"a copy between the live tensors and host memory has not ended within {_DEADLINE_SECONDS:.0f} s; look at what "
+                "the caller's stream waits for",
+                waiting_for=(), seconds=_DEADLINE_SECONDS,
+            )  # fmt: skip
         return self._copied_bytes
 
 

@@ -47,10 +47,13 @@ DESTINATION_ITEMSIZE = {
 _LIMIT = float(1 << 62)
 
 
-def check_table(table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer]) -> None:
+def check_table(
+    table: npt.NDArray[np.void], sources: Sequence[Buffer], destinations: Sequence[Buffer], device: int | None = None
+) -> None:
     """Raise UsageError, naming the first bad row and both numbers, unless every row stays inside its two buffers.
 
-    A row with a count of 0 moves nothing: its offsets are not checked, everything else is.
+    device: whose memory both must be; None: the CPU's. A row with a count of 0 moves nothing: its offsets are not checked,
+    everything else is.
     """
     if table.dtype != DESCRIPTOR or table.ndim != 1:
         raise UsageError(f"a descriptor table is a 1-D array of program.DESCRIPTOR, found {table.ndim}-D {table.dtype}")
@@ -67,6 +70,8 @@ def check_table(table: npt.NDArray[np.void], sources: Sequence[Buffer], destinat
         destination_size[op == code] = DESTINATION_ITEMSIZE[code]
     _refuse(itemsize != expected, lambda i: f"op {op[i]} needs itemsize {expected[i]}, found {itemsize[i]}")
     _refuse(itemsize < 1, lambda i: f"itemsize is {itemsize[i]}, expected at least 1")
+    _check_devices("source", table["src_buffer"], sources, device)
+    _check_devices("destination", table["dst_buffer"], destinations, device)
     count = table["count"]
     _refuse(np.any(count < 0, axis=1), lambda i: f"counts {count[i].tolist()} must not be negative")
     empty: npt.NDArray[np.bool_] = np.any(count == 0, axis=1)
@@ -83,6 +88,21 @@ def check_table(table: npt.NDArray[np.void], sources: Sequence[Buffer], destinat
         empty,
         destinations,
     )
+
+
+def _check_devices(side: str, buffer: npt.NDArray[np.int32], buffers: Sequence[Buffer], device: int | None) -> None:
+    """What lies on another device is no address at all here. Numbers beyond the buffers are left to `_check_side`."""
+    elsewhere = np.array([b.device != device for b in buffers] or [False])
+    bad = elsewhere[np.clip(buffer, 0, len(elsewhere) - 1)]
+
+    def describe(i: int) -> str:
+        return f"{side} buffer {buffer[i]} is memory of {_place(buffers[buffer[i]].device)}, the kernels' is {_place(device)}"
+
+    _refuse(bad, describe)
+
+
+def _place(device: int | None) -> str:
+    return "the CPU" if device is None else f"cuda:{device}"
 
 
 def _check_side(

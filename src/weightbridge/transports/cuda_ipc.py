@@ -1,7 +1,7 @@
 """Device memory that the other GPU workers of a node map and read in place (CUDA IPC), and host memory pinned for GPU kernels.
 
-Reviewed by reading and tested against a driver that only keeps books; it has not been run on a device yet, and no transport
-uses it so far.
+Reviewed by reading and tested against a driver that only keeps books; it has not been run on a device yet. The executor uses
+`PinnedMemory` for workers whose weights lie on a GPU; nothing uses memory shared by handles so far.
 
 The owner makes `DeviceMemory` and hands its `DeviceHandle` over the authenticated control plane; a neighbour makes
 `MappedDeviceMemory` of it and binds the buffer into its assemble tables, which then read over NVLink or PCIe.
@@ -131,7 +131,7 @@ class _Held:
         """Where kernels of the GPU find it, in this process. UsageError once it is closed."""
         if self._address == 0:
             raise UsageError(f"this {type(self).__name__} is closed")
-        return Buffer(self._address, self._nbytes)
+        return Buffer(self._address, self._nbytes, self._driver.device)
 
     def close(self) -> None:
         """Give it back; no kernel uses it any more. Idempotent."""
