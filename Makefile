@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 SETUP_INPUTS := pyproject.toml scripts/setup.sh requirements/constraints.txt $(wildcard setup.py) \
     $(wildcard src/weightbridge/kernels/*.c src/weightbridge/kernels/*.h src/weightbridge/kernels/*build*.py)
 
-.PHONY: demo test faults test-unit test-integration test-megatron test-sglang test-frameworks test-transports test-vllm rl lint format docs bench bench-cluster clean help
+.PHONY: demo test faults test-unit test-integration test-megatron test-deepspeed test-sglang test-frameworks test-transports test-vllm rl lint format docs bench bench-cluster clean help
 
 help:
 	@echo "make demo              real weights, two trainers, two engines; ARGS=--json for one JSON document"
@@ -22,7 +22,8 @@ help:
 	@echo "make test-unit         tests/unit only"
 	@echo "make faults            the fault matrix: 10,000 random schedules in virtual time, then every cell with real processes"
 	@echo "make test-integration  the slow tests with real engines"
-	@echo "make test-megatron     megatron-core's GPTModel in an environment of its own (.venvs/megatron)"
+	@echo "make test-megatron     megatron-core's GPTModel and Megatron-Bridge in an environment of its own (.venvs/megatron)"
+	@echo "make test-deepspeed    DeepSpeed's ZeRO-3 engine in an environment of its own (.venvs/deepspeed, 1.3 GB)"
 	@echo "make test-sglang       SGLang's Qwen3-MoE class in an environment of its own (.venvs/sglang)"
 	@echo "make test-frameworks   Ray, verl and TRL with their own classes, in an environment of their own (.venvs/frameworks, 2 GB)"
 	@echo "make test-transports   the transports nixl and mooncake over loopback, in an environment of their own (.venvs/transports)"
@@ -67,6 +68,9 @@ ENGINES := tests/integration/engines
 
 test-megatron: $(STAMP) .venvs/megatron/.installed
 	@$(BIN)/python -m pytest tests/integration/test_real_loaders_megatron.py --timeout=600 $(PYTEST_ARGS)
+
+test-deepspeed: $(STAMP) .venvs/deepspeed/.installed
+	@$(BIN)/python -m pytest tests/integration/test_real_loaders_deepspeed.py --timeout=600 $(PYTEST_ARGS)
 
 test-sglang: $(STAMP) .venvs/sglang/.installed
 	@$(BIN)/python -m pytest tests/integration/test_real_loaders_sglang.py tests/integration/test_frameworks_sglang.py \

@@ -1,6 +1,10 @@
-"""megatron-core's GPTModel on four ranks, TP2 PP2 EP2, loaded from checkpoint names. `make test-megatron` sets it up."""
+"""megatron-core's GPTModel on four ranks, TP2 PP2 EP2, loaded from checkpoint names: by rules of the test, and by those of
+Megatron-Bridge. `make test-megatron` sets it up.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,9 +22,11 @@ from tests.integration.engines.job import (
     run_workers,
 )
 
+from weightbridge.checkpoint import CheckpointSpec
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-SPEC = models.moe_spec()
+SPEC, SPARSE_SPEC = models.moe_spec(), models.moe_spec(models.SPARSE_MOE)
 TP = PP = EP = 2
 HEADS, GROUPS, HEAD = (models.MOE[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
 LAYERS, EXPERTS, VOCABULARY = (models.MOE[n] for n in ("num_hidden_layers", "num_experts", "vocab_size"))
@@ -31,6 +37,14 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     folder = tmp_path_factory.mktemp("megatron")
     run_workers("megatron_worker.py", "partly-dense", TP * PP, folder, python=engine_python("megatron"))
     return read_side(folder, TP * PP, SPEC)
+
+
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+    """The same model with experts in every layer, which is what the bridge makes of any Qwen3-MoE."""
+    folder = tmp_path_factory.mktemp("bridge")
+    run_workers("megatron_bridge_worker.py", "", TP * PP, folder, python=engine_python("megatron"))
+    return read_side(folder, TP * PP, SPARSE_SPEC)
 
 
 def interleaved(q: np.ndarray, k: np.ndarray, v: np.ndarray, tp_rank: int) -> np.ndarray:
@@ -53,10 +67,12 @@ def vocabulary(whole: np.ndarray, tp_rank: int) -> np.ndarray:
     return np.split(padded, TP)[tp_rank]
 
 
-def expected_of(rank: int) -> dict[str, np.ndarray]:
+def expected_of(
+    rank: int, spec: CheckpointSpec = SPEC, dense_layers: Sequence[int] = tuple(models.MOE["mlp_only_layers"])
+) -> dict[str, np.ndarray]:
     """Ranks count through tensor parallelism first, then the stages; expert parallelism goes over the former."""
     pp_rank, tp_rank = divmod(rank, TP)
-    numbers, expected = indices(SPEC), {}
+    numbers, expected = indices(spec), {}
     for local, layer in enumerate(np.split(np.arange(LAYERS), PP)[pp_rank].tolist()):
         own = {
             name.removeprefix(f"model.layers.{layer}."): n for name, n in numbers.items() if f"layers.{layer}." in name
@@ -71,7 +87,7 @@ def expected_of(rank: int) -> dict[str, np.ndarray]:
             f"{prefix}self_attention.q_layernorm.weight": own["self_attn.q_norm.weight"],
             f"{prefix}self_attention.k_layernorm.weight": own["self_attn.k_norm.weight"],
         }
-        if layer in models.MOE["mlp_only_layers"]:
+        if layer in dense_layers:
             gate, up = (np.split(own[f"mlp.{n}_proj.weight"], TP)[tp_rank] for n in ("gate", "up"))
             expected[f"{prefix}mlp.linear_fc1.weight"] = np.concatenate([gate, up])
             expected[f"{prefix}mlp.linear_fc2.weight"] = np.split(own["mlp.down_proj.weight"], TP, axis=1)[tp_rank]
@@ -101,6 +117,20 @@ def test_megatron_at_tp2_pp2_ep2(megatron: list[Rank]) -> None:
     dtypes = {t.name: t.dtype.name for t in megatron[0].source_map.live}
     assert dtypes["decoder.layers.0.input_layernorm.weight"] == "F32"  # norms are kept wider than the checkpoint
     assert dtypes["decoder.layers.0.self_attention.linear_qkv.weight"] == "BF16"
+
+
+def test_megatron_bridge_at_tp2_pp2_ep2(bridge: list[Rank]) -> None:
+    check_coverage(bridge, SPARSE_SPEC)
+    for r, rank in enumerate(bridge):
+        check_layout(rank, SPARSE_SPEC, expected_of(r, SPARSE_SPEC, dense_layers=()))
+
+
+def test_an_update_from_megatron_bridge_to_tensor_parallel_transformers(
+    bridge: list[Rank], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("sparse")
+    run_workers("torch_worker.py", "sparse-moe-tensor-parallel", 2, folder)
+    check_update(SPARSE_SPEC, bridge, {"tp": read_side(folder, 2, SPARSE_SPEC)})
 
 
 def test_an_update_from_megatron_to_tensor_parallel_transformers_and_back(

@@ -37,6 +37,7 @@ COUNTED = [
     ("TRL AsyncGRPOTrainer, shards", ("trl sharded",), "a sender on every rank"),
     ("TRL VLLMGeneration", ("trl generation",), "`GRPOTrainer` and others with vLLM servers"),
     ("verl", ("verl config",), "configuration; both sides"),
+    ("DeepSpeed ZeRO-3", ("deepspeed trainer",), "a sender on every rank"),
 ]
 # Engines that need no code but a line at their start: (name, guide, file of a test, what its line has, what the line is).
 STARTED = [
@@ -49,7 +50,7 @@ STARTED = [
     ),
     ("SGLang", "sglang", "engines/sglang_scheduler.py", "ReceiverAdapter(", "variables"),
 ]
-GUIDE_OF = {"torchrun": "launch", "Ray": "ray", "TRL": "trl", "verl": "verl"}
+GUIDE_OF = {"torchrun": "launch", "Ray": "ray", "TRL": "trl", "verl": "verl", "DeepSpeed": "trainers"}
 
 
 @cache

@@ -5,6 +5,7 @@ live module, and `tensors_fn(module)`, a callable that names the module's live t
 where the framework has a place for them. Import the module you need; this package imports no framework by itself.
 
 - `dtensor`: any `torch.nn.Module` whose parameters are plain tensors or DTensors.
+- `deepspeed`: a DeepSpeed engine with ZeRO-3.
 - `fsdp`: a module wrapped by FSDP2 (`fully_shard`).
 - `transformers`: a Hugging Face model, plain or tensor-parallel (`tp_plan`).
 - `vllm`: a weight transfer backend for vLLM, found by entry point; a worker extension; and what it takes to load weights of
@@ -17,7 +18,7 @@ where the framework has a place for them. Import the module you need; this packa
 
 from __future__ import annotations
 
-__all__ = ["dtensor", "fsdp", "ray", "sglang", "transformers", "trl", "verl", "vllm"]
+__all__ = ["deepspeed", "dtensor", "fsdp", "ray", "sglang", "transformers", "trl", "verl", "vllm"]
 
 
 def __getattr__(name: str) -> object:

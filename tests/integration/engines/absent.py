@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = ["stand_in_for"]
+__all__ = ["absent_module", "stand_in_for"]
 
 
 class _Absent:
@@ -55,6 +55,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         pass
+
+
+def absent_module(name: str) -> ModuleType:
+    """A stand-in for one module, to be put into `sys.modules`."""
+    return _Module(name)
 
 
 def stand_in_for(*roots: str) -> None:
