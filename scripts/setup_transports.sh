@@ -20,8 +20,7 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     "$PYTHON" -m venv "$VENV"
 fi
 say "installing NIXL and Mooncake"
-grep -E '^(cffi|hypothesis|msgspec|numpy|pytest|pytest-timeout)==' "$CONSTRAINTS" >"$VENV/own.txt"
-pip -r "$VENV/own.txt"
+pip -c "$CONSTRAINTS" cffi hypothesis msgspec numpy pytest pytest-timeout
 grep -E '^(nixl-cu12|mooncake-transfer-engine-non-cuda)==' "$CONSTRAINTS" >"$VENV/transports.txt"
 pip --no-deps -r "$VENV/transports.txt"
 

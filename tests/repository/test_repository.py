@@ -7,9 +7,12 @@ import os
 import re
 import sys
 from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,7 +21,8 @@ else:  # pragma: no cover
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "weightbridge"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 # Written in pieces, so that this file does not find itself.
 _HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download." + "pytorch", "registry." + "npmjs", "deb." + "debian")
@@ -131,6 +135,49 @@ def test_every_direct_dependency_is_pinned_by_the_constraints() -> None:
     groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     direct = {re.split(r"[<>=!~;\[ ]", r, maxsplit=1)[0].lower() for rs in groups for r in rs}
     assert direct - pinned == set()
+
+
+def _supported_pythons() -> list[str]:
+    found = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", c) for c in PROJECT["classifiers"]]
+    return [match[1] for match in found if match]
+
+
+def test_the_oldest_python_is_the_same_wherever_it_is_named() -> None:
+    # ruff's target finds newer syntax, mypy's version finds newer parts of the standard library.
+    oldest = _supported_pythons()[0]
+    assert PROJECT["requires-python"] == f">={oldest}"
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == oldest
+    compared = oldest.replace(".", ", ")
+    assert f"sys.version_info >= ({compared})" in (ROOT / "scripts" / "setup.sh").read_text()
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert f"Python {oldest} or newer" in (ROOT / page).read_text()
+
+
+def test_no_version_is_pinned_for_a_python_on_which_it_does_not_install() -> None:
+    # Asks the releases that are installed here; the others are judged where they are.
+    refused: list[str] = []
+    asked = set()
+    for line in (ROOT / "requirements" / "constraints.txt").read_text().splitlines():
+        if not (text := line.split("#")[0].strip()):
+            continue
+        pin = Requirement(text)
+        try:
+            release = metadata(pin.name)
+        except PackageNotFoundError:
+            continue
+        if not pin.specifier.contains(release["Version"]):
+            continue
+        asked.add(pin.name)
+        allowed = SpecifierSet(release["Requires-Python"] or "")
+        refused += [
+            f"{text} on Python {python}: the release asks for {allowed}"
+            for python in _supported_pythons()
+            if pin.marker is None or pin.marker.evaluate({"python_version": python})
+            if not allowed.contains(f"{python}.99")
+        ]
+    assert {"msgspec", "mypy", "pytest", "torch"} <= asked
+    assert refused == []
 
 
 def test_the_distribution_is_named_and_licensed_as_the_readme_says() -> None:
