@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import queue
@@ -367,9 +368,42 @@ def test_a_peer_that_breaks_the_protocol_is_lost():
     wire.Header(wire.FrameKind.LAST, 1).pack()[:-1],  # inside a header
 ])  # fmt: skip
 def test_silence_in_the_middle_of_a_post_is_a_loss(sent):
-    with group(TcpTransport, "a", "b", nbytes=1000, deadline_seconds=0.4) as (a, b):
+    with group(TcpTransport, "a", "b", nbytes=1000, deadline_seconds=1.2) as (a, b):
+        b.transport._links["a"]._deadline_seconds = 0.4  # from now on: they had time to join
         a.transport._links["b"].sock.sendall(sent)
         assert "no progress" in b.expect(PeerLost).cause
+
+
+def test_what_the_kernel_told_the_sender_alone_is_the_cause(monkeypatch):
+    """The kernel gave the connection up; it says so to the sender, late here, and to the receiver only that it is over."""
+    with group(TcpTransport, "a", "b", nbytes=1000) as (a, b):
+        its, entered = a.transport._links["b"], threading.Event()
+
+        def given_up(post):
+            entered.set()
+            until = time.monotonic() + 10
+            while not its._ending and time.monotonic() < until:
+                time.sleep(0.001)
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+        monkeypatch.setattr(its, "_transmit", given_up)
+        monkeypatch.setattr(its, "_is_over", lambda: True)
+        a.post("b", [], b"never sent")
+        assert entered.wait(10)
+        b.transport.fence("a")
+        assert "the kernel gave the connection up" in a.expect(PeerLost).cause
+
+
+def test_words_leave_at_once_from_the_first():
+    """Those of the handshake are short and follow on each other: the kernel must not hold them back."""
+    with group(TcpTransport, "a", "b") as workers:
+        for one, other in (workers, workers[::-1]):
+            sock = one.transport._links[other.name].sock
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        a, b = workers
+        with contextlib.closing(a.transport._dial(b.transport.address, time.monotonic() + 5)) as dialled:
+            assert dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert b.transport._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_acknowledgements_overtake_large_posts():
@@ -406,7 +440,9 @@ def test_a_stale_dial_gives_way_to_a_newer_one():
         handshake.dial_handshake(stale, a.transport.identity, "b", time.monotonic() + 5)
         pool = stack.enter_context(ThreadPoolExecutor(1))
         waiting = pool.submit(b.transport.connect, "a", a.transport.address)
-        time.sleep(0.2)  # b is now in the middle of joining the stale one
+        until = time.monotonic() + 5
+        while b.transport._joining.get("a") is None and time.monotonic() < until:
+            time.sleep(0.001)  # until b is in the middle of joining the stale one
         assert not waiting.done()
         a.transport.connect("b", b.transport.address)
         waiting.result(10)

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
+from tests.multiprocess import loader_worker
 from torch import nn
 
 from weightbridge.errors import SpecError, UsageError
 from weightbridge.integrations import dtensor, fsdp
 
-WORKER = Path(__file__).parent / "loader_worker.py"
+# One process imports torch and the ranks are forked from it. The tests of this folder share it.
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.multiprocess.loader_worker"])
 
 
-@pytest.mark.parametrize(("case", "world_size"), [("fsdp", 3), ("tensor-parallel", 3)])
-def test_each_rank_keeps_its_own_shard(case: str, world_size: int, tmp_path: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    environ["GLOO_SOCKET_IFNAME"] = "lo"
+def test_each_rank_keeps_its_own_shard(tmp_path: Path) -> None:
+    """FSDP2 first, then tensor parallel, in the same three processes."""
+    world_size = 3
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), case, str(rank), str(world_size), str(tmp_path)],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        CONTEXT.Process(target=loader_worker.main, args=(rank, world_size, str(tmp_path)), daemon=True)
         for rank in range(world_size)
     ]
     try:
         for process in ranks:
-            output, _ = process.communicate(timeout=150)
-            assert process.returncode == 0, output
+            process.start()
+        for rank, process in enumerate(ranks):
+            process.join(50)
+            assert process.exitcode == 0, f"rank {rank}; standard error says why"
+            assert (tmp_path / f"rank-{rank}").read_text() == "fsdp holds\ntensor-parallel holds\n"
     finally:
         for process in ranks:
-            process.kill()
-            process.wait()
+            if process.is_alive():
+                process.kill()
+                process.join(10)
 
 
 def test_what_does_not_fit_is_named() -> None:

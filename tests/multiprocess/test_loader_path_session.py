@@ -132,8 +132,12 @@ class Job:
         try:
             for worker in trainers.values():
                 worker.join(90)
-            if self.options.idle_install:
-                time.sleep(0.1)  # let the loops look at the last version
+            give_up = time.monotonic() + 20
+            while self.options.idle_install and time.monotonic() < give_up:
+                seen = [versions[-1:] for versions in self.installed.values()]
+                if seen == [[self.versions]] * SIZE or not all(w.thread.is_alive() for w in engine.values()):
+                    break
+                time.sleep(0.002)  # until the loops have looked at the last version
         finally:
             self.stop.set()
             for worker in engine.values():

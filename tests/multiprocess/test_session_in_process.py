@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ FAST = Options(
     heartbeat_seconds=0.2,
     heartbeat_timeout_seconds=5,
 )
-IMPATIENT = Options(connect_timeout_seconds=2.5, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5)
+IMPATIENT = Options(connect_timeout_seconds=3, heartbeat_seconds=0.2, heartbeat_timeout_seconds=5)
 ENGINES = {"tp": toy.TP, "solo": 1}
 
 
@@ -147,6 +148,13 @@ class Job:
         self.installed_at_poll[name].append(polls)
         self.wrong += [f"{name} v{seen} {bad}" for bad in self._differing(worker, name)]
 
+    def wait_until_seen(self, version: int, seconds: float = 20) -> None:
+        """Until every engine worker has looked at that version: idle ones are updated without their loops."""
+        give_up = time.monotonic() + seconds
+        while any(versions[-1:] != [version] for versions in self.installed.values()):
+            assert time.monotonic() < give_up, f"version {version} has not been seen everywhere: {self.installed}"
+            time.sleep(0.002)
+
     @contextmanager
     def running(self, **pollers: Callable[[ReceiverAdapter], bool]) -> Iterator[dict[str, Worker]]:
         workers = {
@@ -213,7 +221,7 @@ def test_an_idle_engine_is_probed_and_updated_without_a_poll() -> None:
     with job.running(tp=idle, solo=idle) as workers:
         for rank in range(2):
             workers[f"trainer/{rank}"].join(60)
-        time.sleep(0.1)  # let the loops look at the last version
+        job.wait_until_seen(3)
     assert [w.error for w in workers.values()] == [None] * 6
     assert job.wrong == []
     assert {name: versions[-1] for name, versions in job.installed.items()} == dict.fromkeys(job.installed, 3)
@@ -244,20 +252,44 @@ def test_an_engine_that_steps_only_after_another_one_has_stepped() -> None:
     with job.running(tp=prefill, solo=decode) as workers:
         for rank in range(2):
             workers[f"trainer/{rank}"].join(60)
-        time.sleep(0.1)
+        job.wait_until_seen(3)
     assert [w.error for w in workers.values()] == [None] * 6
     assert job.wrong == []
 
 
-def test_an_engine_that_never_comes_is_named() -> None:
+@pytest.fixture(scope="module")
+def in_vain() -> dict[str, Worker]:
+    """A job waits until its patience ends for the engine "solo", as which two others would like to join meanwhile: one with
+    another token, one with another checkpoint."""
     job = Job(options=IMPATIENT, engines={"tp": toy.TP})
+    strangers = {
+        "another token": Job(options=replace(IMPATIENT, token=b"another", connect_timeout_seconds=20)),
+        "another checkpoint": Job(options=replace(IMPATIENT, connect_timeout_seconds=20)),
+    }
+    strangers["another checkpoint"].spec = toy.checkpoint_spec(scale=2)
     with job.running() as workers:
+        for name, stranger in strangers.items():
+            stranger.endpoint = job.endpoint
+            workers[name] = Worker(lambda s=stranger: s.receiver("solo", 0), name)
         for worker in workers.values():
             worker.join()
-    for worker in workers.values():
-        assert isinstance(worker.error, TransferTimeout)
-        assert "solo" in str(worker.error)
-        assert "endpoint" in str(worker.error)
+    return workers
+
+
+def test_an_engine_that_never_comes_is_named(in_vain: dict[str, Worker]) -> None:
+    awaited = {name: worker.error for name, worker in in_vain.items() if not name.startswith("another")}
+    assert len(awaited) == toy.TP + 2
+    for error in awaited.values():
+        assert isinstance(error, TransferTimeout)
+        assert "solo" in str(error)
+        assert "endpoint" in str(error)
+
+
+@pytest.mark.parametrize("what", ["token", "checkpoint"])
+def test_who_has_another_token_or_checkpoint_is_refused(what: str, in_vain: dict[str, Worker]) -> None:
+    error = in_vain[f"another {what}"].error
+    assert isinstance(error, ConnectError)
+    assert what in str(error)
 
 
 def test_trainers_that_never_come_are_reported_to_engines() -> None:
@@ -298,31 +330,6 @@ def test_a_connect_that_fails_leaves_no_thread_and_no_port_behind() -> None:
         with pytest.raises(UsageError, match="make a new one"):
             sender.connect()
     assert not {t.name for t in threading.enumerate()} - before
-
-
-def test_a_wrong_token_is_refused() -> None:
-    job = Job(options=IMPATIENT)
-    hub = Worker(lambda: job.trainer(0), "trainer/0")
-    other = Job(options=Options(token=b"another", connect_timeout_seconds=20))
-    other.endpoint = job.endpoint
-    stranger = Worker(lambda: other.receiver("solo", 0), "solo/0")
-    stranger.join()
-    assert isinstance(stranger.error, ConnectError)
-    assert "token" in str(stranger.error)
-    hub.join(60)
-    assert isinstance(hub.error, TransferTimeout)
-
-
-def test_another_checkpoint_is_refused() -> None:
-    job = Job(options=IMPATIENT)
-    hub = Worker(lambda: job.trainer(0), "trainer/0")
-    other = Job(options=IMPATIENT)
-    other.endpoint, other.spec = job.endpoint, toy.checkpoint_spec(scale=2)
-    stranger = Worker(lambda: other.receiver("solo", 0), "solo/0")
-    stranger.join()
-    assert isinstance(stranger.error, ConnectError)
-    assert "checkpoint" in str(stranger.error)
-    hub.join(60)
 
 
 def test_endpoints_are_checked() -> None:
@@ -395,7 +402,9 @@ def test_a_hook_that_raises_fails_the_update_everywhere_and_names_the_worker() -
         for worker in workers.values():
             worker.join(60)
         bad.join()
+        left = {t.name for t in threading.enumerate()}
     assert isinstance(bad.error, RuntimeError)
+    assert "wb-progress-solo/0" not in left  # nobody would have allowed its transfer to go on
     for worker in workers.values():
         assert isinstance(worker.error, WorkerError | IncompleteUpdateError)
         assert isinstance(worker.error, WeightBridgeError)

@@ -33,7 +33,7 @@ def test_nothing_of_a_stopped_attempt_lands(tmp_path: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     common = {
         "endpoints": [f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"],
-        "scale": 2000,
+        "scale": 400,
         "resumed": str(tmp_path / "resumed"),
     }
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weightbridge.cli.main import app
+from weightbridge.coordinator import line
 from weightbridge.coordinator.wire import HubSocket
 from weightbridge.errors import ConnectError, UsageError, WorkerError
 from weightbridge.machine import messages as w
@@ -102,10 +103,11 @@ def test_the_end_of_a_session_ends_the_states() -> None:
         assert list(look(hub)) == [status(9, "closed")]
 
 
-def test_a_hub_that_hangs_up_is_missed_long_before_its_silence_is() -> None:
+def test_a_hub_that_hangs_up_is_missed_long_before_its_silence_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "GONE_SECONDS", 0.3)
     hub = ToyHub(w.Welcome(session=7), status(9))
     with hub:
-        states = look(hub, silence_timeout_seconds=0.4)
+        states = look(hub)  # whose patience with silence is 15 s
         next(states)
     with pytest.raises(ConnectError, match="closed its connection"):
         next(states)

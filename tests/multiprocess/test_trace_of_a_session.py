@@ -7,13 +7,17 @@ import itertools
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from tests.multiprocess.test_session_memory import Pair
 
 from weightbridge.coordinator import session_events as e
+from weightbridge.coordinator.wire import HubSocket
 from weightbridge.executor import Observation, Prepared
+from weightbridge.machine import messages as w
 from weightbridge.observability import JsonLines, Trace, compose, read_events, watch
 from weightbridge.program import WorkerProgram
 
@@ -80,6 +84,34 @@ def kinds(events: list[e.SessionEvent], worker: str) -> list[str]:
     """What a worker told, in order, without how its layout was learnt and how far it was."""
     told = [x for x in events if x.worker == worker and not isinstance(x, e.Probing | e.Progress)]
     return [type(x).__name__ for x in told]
+
+
+def test_a_goodbye_that_comes_late_is_heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last word of the trainer that the hub lives with crosses a socket as any other: without it the engines would take
+    the hub for dead at the end of a good job."""
+    receive = HubSocket.receive
+    held: list[tuple[bytes, bytes | None]] = []
+    due: list[float] = []
+
+    def late(self: HubSocket) -> Iterator[tuple[bytes, bytes | None]]:
+        came = [*held, *receive(self)]
+        held.clear()
+        for connection, data in came:
+            if data is not None and isinstance(w.decode(data), w.Goodbye) and not due:
+                due.append(time.monotonic() + 0.3)
+            if due and time.monotonic() < due[0]:
+                held.append((connection, data))
+            else:
+                yield connection, data
+
+    monkeypatch.setattr(HubSocket, "receive", late)
+    told: list[e.SessionEvent] = []
+    pair = Pair()
+    pair.options = replace(pair.options, on_event=told.append)
+    with pair:
+        pair.update(1)
+    assert due
+    assert [x.phase for x in told if isinstance(x, e.PhaseChanged)][-1] == "closed"
 
 
 def test_the_events_of_a_session_and_what_an_onlooker_sees(tmp_path: Path) -> None:

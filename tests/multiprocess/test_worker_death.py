@@ -31,7 +31,7 @@ def run_job(
     try:
         for worker in WORKERS:
             config = {
-                "worker": worker, "endpoint": endpoint, "result": str(tmp_path / worker.replace("/", "-")), "scale": 2000,
+                "worker": worker, "endpoint": endpoint, "result": str(tmp_path / worker.replace("/", "-")), "scale": 400,
                 "victim": worker == victim, "signal": int(how), "heartbeat_timeout": heartbeat_timeout,
             }  # fmt: skip
             processes[worker] = CONTEXT.Process(target=death_worker.main, args=(config,), daemon=True)

@@ -15,7 +15,7 @@ from weightbridge.plan import PlanOptions, decode_plan, encode_plan, make_plan, 
 from weightbridge.plan.topology import Role
 from weightbridge.testing.strategies import jobs
 
-relaxed = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+relaxed = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 options = st.builds(
     PlanOptions,
     slot_bytes=st.sampled_from([256, 1024, 1 << 20]),

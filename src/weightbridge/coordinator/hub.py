@@ -34,6 +34,7 @@ from weightbridge.transports.refusals import Refusals
 __all__ = ["Hub"]
 
 _TICK_SECONDS = 0.05
+_LAST_WORD_SECONDS = 2.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -72,6 +73,7 @@ class Hub:
         self._tell = None if options.on_event is None else guarded_observer(options.on_event)
         self._done: queue.SimpleQueue[s.SessionEvent] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._hears_until = 0.0
         self._next_heartbeat = 0.0
         self.planned: Planned | None = None
         self._observe(events.PhaseChanged, phase=self._machine.phase.value)
@@ -79,14 +81,16 @@ class Hub:
         self._thread.start()
 
     def close(self) -> None:
-        """Flush what is still to be said, within two seconds, end the thread and give the port back."""
+        """Hear the worker of this process out, for two seconds at most, flush what is still to be said, within two more, end
+        the thread and give the port back."""
+        self._hears_until = time.monotonic() + _LAST_WORD_SECONDS
         self._stopping.set()
         self._thread.join(5.0)
 
     def _run(self) -> None:
         standstill = Standstill()
         try:
-            while not self._stopping.is_set():
+            while not (self._stopping.is_set() and self._has_heard_out()):
                 self._socket.poll(_TICK_SECONDS)
                 self._take_in()
                 with suppress(queue.Empty):
@@ -103,6 +107,12 @@ class Hub:
             self._take_in()
         finally:
             self._socket.close()
+
+    def _has_heard_out(self) -> bool:
+        """Whether the worker that this hub lives with has nothing more to say. Its Goodbye crosses a socket like any other
+        word: a hub that ended before it came would leave the engines to take it for dead."""
+        left = self._machine.phase in (s.Phase.FAILED, s.Phase.CLOSED) or s.HUB_WORKER not in self._connections
+        return left or time.monotonic() > self._hears_until
 
     def _take_in(self) -> None:
         """Everything that has come in. A message that is not understood costs its sender the answer and nobody else."""

@@ -40,6 +40,7 @@ __all__ = ["Closed", "Link", "Post", "Stalled", "view_of"]
 MAX_PENDING_POSTS = 65_536
 _MAX_REASON_BYTES = 1024
 _FENCE_SECONDS = 5.0
+_REASON_SECONDS = 1.0
 _KERNEL_GAVE_UP = (
     "no progress for the deadline, so the kernel gave the connection up: it is stopped or the network is cut"
 )
@@ -125,6 +126,10 @@ class Link(ABC):
     def _acknowledged_by_wire(self) -> int:
         """A figure that changes while anything gets through to the peer's machine."""
         return 0
+
+    def _is_over(self) -> bool:
+        """Whether the operating system has ended the connection in both directions, for whatever reason."""
+        return False
 
     # --- the owner's side ---------------------------------------------------------------------------------------------
 
@@ -255,6 +260,8 @@ class Link(ABC):
             cause = str(error)
         except OSError as error:
             cause = _KERNEL_GAVE_UP if error.errno == errno.ETIMEDOUT else f"the connection broke: {error}"
+        if not self._stall and self._is_over():
+            self._await_sender()
         self._emit(PeerLost(self.peer, self._stall or cause))
         if refusal:
             reason = refusal.encode()[:_MAX_REASON_BYTES]
@@ -264,6 +271,14 @@ class Link(ABC):
             self._changed.notify_all()
         if not refusal:
             self._shutdown(socket.SHUT_RDWR)
+
+    def _await_sender(self) -> None:
+        """Called by the receiver thread on a connection that is over. The kernel says to only one of both threads that it
+        gave the connection up, to the other that it ended; the sender, which finds out now, has perhaps been told why."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        self._threads[0].join(_REASON_SECONDS)
 
     def _receive_frame(self) -> None:
         head = bytearray(HEADER_BYTES)

@@ -345,7 +345,8 @@ class SocketTransport(Transport):
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                time.sleep(_POLL_SECONDS)  # out of descriptors, or closing
+                if not self._closed:
+                    time.sleep(_POLL_SECONDS)  # out of descriptors
                 continue
             thread = threading.Thread(target=self._greet, args=(sock,), name="wb-greet", daemon=True)
             objection = self._objection(sock)

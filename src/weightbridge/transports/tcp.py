@@ -18,7 +18,7 @@ from weightbridge.errors import ConnectError, UsageError
 from weightbridge.transports.base import Capabilities, KernelBytes, Memory
 from weightbridge.transports.link import Link, Post
 from weightbridge.transports.sockets import Join, SocketTransport
-from weightbridge.transports.tcp_info import acknowledged_bytes, kernel_bytes
+from weightbridge.transports.tcp_info import acknowledged_bytes, is_over, kernel_bytes
 from weightbridge.transports.wire import FrameKind, Header, ProtocolError, cut_writes
 
 __all__ = ["TcpTransport", "is_loopback"]
@@ -44,6 +44,7 @@ class TcpTransport(SocketTransport):
             raise UsageError(f"host {self.host!r} means every interface; name the one address that the peers dial")
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
+            _send_at_once(listener)  # what it accepts does as it does
             listener.bind(where)
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -57,6 +58,7 @@ class TcpTransport(SocketTransport):
         family, where = self._resolve(host, port, "dial")
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
+            _send_at_once(sock)
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             sock.connect(where)
         except OSError:
@@ -82,11 +84,10 @@ class TcpTransport(SocketTransport):
         return TcpLink(peer, sock, memory.buffer, join.nbytes, self.events, self.deadline_seconds)
 
     def _prepare_socket(self, sock: socket.socket) -> None:
-        """No delays, and an end to connections that stall or whose machine is gone."""
+        """An end to connections that stall or whose machine is gone."""
         milliseconds = max(int(self.deadline_seconds * 1000), 1)
         seconds = max(int(self.deadline_seconds), 1)
         for option, value in (
-            (socket.TCP_NODELAY, 1),
             (socket.TCP_USER_TIMEOUT, milliseconds),
             (socket.TCP_KEEPIDLE, seconds),
             (socket.TCP_KEEPINTVL, max(seconds // 3, 1)),
@@ -129,6 +130,14 @@ class TcpLink(Link):
 
     def _acknowledged_by_wire(self) -> int:
         return acknowledged_bytes(self.sock)
+
+    def _is_over(self) -> bool:
+        return is_over(self.sock)
+
+
+def _send_at_once(sock: socket.socket) -> None:
+    """Before the handshake: its words are short and follow on each other, each would wait for the last one's receipt."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def is_loopback(host: str) -> bool:

@@ -7,12 +7,13 @@ import struct
 
 from weightbridge.transports.base import KernelBytes
 
-__all__ = ["acknowledged_bytes", "kernel_bytes"]
+__all__ = ["acknowledged_bytes", "is_over", "kernel_bytes"]
 
 # Offsets in struct tcp_info, which only ever grows at its end.
 _BYTES_ACKED = 120  # followed by bytes_received
 _BYTES_SENT = 200  # followed by bytes_retrans; Linux 4.19
 _SIZE = 216
+_CLOSED = 7  # of the states, which the first byte tells
 
 
 def _read(sock: socket.socket) -> bytes:
@@ -39,3 +40,8 @@ def acknowledged_bytes(sock: socket.socket) -> int:
     """Bytes that the peer's kernel has confirmed: grows while anything gets through, however slow the link."""
     info = _read(sock)
     return int(struct.unpack_from("=Q", info, _BYTES_ACKED)[0]) if len(info) >= _BYTES_ACKED + 8 else 0
+
+
+def is_over(sock: socket.socket) -> bool:
+    """Nothing goes either way any more: both ends have closed, or the kernel has given the connection up."""
+    return _read(sock)[:1] in (b"", bytes([_CLOSED]))
