@@ -46,7 +46,7 @@ def main(config: dict[str, Any]) -> None:
 
 def take_part(config: dict[str, Any], session: int, side: str, rank: int, spec: Any, worker: Any) -> None:
     options = Options(
-        slot_bytes=1 << 20, connect_timeout_seconds=60, update_timeout_seconds=60, heartbeat_seconds=0.5,
+        slot_bytes=65536, connect_timeout_seconds=60, update_timeout_seconds=60, heartbeat_seconds=0.5,
         heartbeat_timeout_seconds=3,
     )  # fmt: skip
     common = {
