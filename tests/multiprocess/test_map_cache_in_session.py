@@ -36,11 +36,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run(folder: Path) -> None:
     """A whole job of one version; the job itself looks at every byte."""
     job = Job(options=dataclasses.replace(FAST, map_cache=str(folder)), versions=1)
-    with job.running() as workers:
-        for rank in range(2):
-            workers[f"trainer/{rank}"].join(60)
-    assert [w.error for w in workers.values()] == [None] * 6
-    assert job.wrong == []
+    job.run_to_end()
     assert job.installed == {name: [1] for name in WORKERS[:4]}
 
 

@@ -170,15 +170,19 @@ class Job:
             for worker in workers.values():
                 worker.join()
 
+    def run_to_end(self, seconds: float = 60) -> None:
+        """Until the trainers have sent all versions, within so many seconds each: nobody fails, and no value is ever wrong."""
+        with self.running() as workers:
+            for rank in range(2):
+                workers[f"trainer/{rank}"].join(seconds)
+        assert [worker.error for worker in workers.values()] == [None] * (2 + sum(ENGINES.values()))
+        assert self.wrong == []
+
 
 def test_three_versions_arrive_bit_for_bit() -> None:
     before = {t.name for t in threading.enumerate()}
     job = Job()
-    with job.running() as workers:
-        for rank in range(2):
-            workers[f"trainer/{rank}"].join(60)
-    assert [w.error for w in workers.values()] == [None] * 6
-    assert job.wrong == []
+    job.run_to_end()
     assert job.installed == {f"{e}/{r}": [1, 2, 3] for e, n in ENGINES.items() for r in range(n)}
     assert job.hooked == job.installed
     for version in range(3):  # one step for the whole engine
@@ -195,11 +199,7 @@ def test_three_versions_arrive_bit_for_bit() -> None:
 def test_an_engine_beside_the_trainers_costs_no_network_bytes() -> None:
     job = Job(versions=2)
     job.nodes["solo"] = "trainers"
-    with job.running() as workers:
-        for rank in range(2):
-            workers[f"trainer/{rank}"].join(60)
-    assert [w.error for w in workers.values()] == [None] * 6
-    assert job.wrong == []
+    job.run_to_end()
     for report in job.reports:
         assert report.network_bytes["solo/0"] == (0, 0)
         into_tp = sum(report.network_bytes[f"tp/{r}"][1] for r in range(toy.TP))

@@ -77,11 +77,7 @@ def test_versions_arrive_bit_for_bit_and_nothing_touches_a_slot_before_its_kerne
     device = FakeDevice(seed=5)
     with device.in_place():
         job = DeviceJob(device, stage_send=staged, stage_receive=staged)
-        with job.running() as workers:
-            for rank in range(2):
-                workers[f"trainer/{rank}"].join(60)
-        assert [w.error for w in workers.values()] == [None] * 6
-    assert job.wrong == []
+        job.run_to_end()
     assert {name: versions[-1] for name, versions in job.installed.items()} == dict.fromkeys(job.installed, VERSIONS)
     assert device.faults == []
     assert device.num_launched >= 6 * VERSIONS
@@ -108,11 +104,7 @@ def test_another_attempt_still_comes_after_what_the_callers_stream_held(monkeypa
     device = FakeDevice(seed=7)
     with device.in_place():
         job = DeviceJob(device)
-        with job.running() as workers:
-            for rank in range(2):
-                workers[f"trainer/{rank}"].join(60)
-        assert [w.error for w in workers.values()] == [None] * 6
-    assert job.wrong == []
+        job.run_to_end()
     assert {name: versions[-1] for name, versions in job.installed.items()} == dict.fromkeys(job.installed, VERSIONS)
     assert job.reports[0].attempts > 1
     assert (device.faults, device.pinned) == ([], {})
@@ -155,10 +147,6 @@ def test_an_idle_engines_last_step_is_over_before_it_is_updated(monkeypatch: pyt
             return poll
 
         job.polled = idle  # type: ignore[method-assign]
-        with job.running() as workers:
-            for rank in range(2):
-                workers[f"trainer/{rank}"].join(60)
-        assert [w.error for w in workers.values()] == [None] * 6
-    assert job.wrong == []
+        job.run_to_end()
     assert {name for name in waited if name.startswith("wb-idle-install")} == set(waited) != set()
     assert len(waited) >= 4 * VERSIONS

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.unit.conftest import Clock
 
 from weightbridge.checkpoint import CheckpointSpec
-from weightbridge.coordinator import Options, ReceiverAdapter, standstill
+from weightbridge.coordinator import Options, ReceiverAdapter
 from weightbridge.coordinator.seat import Outlived, Seat
 from weightbridge.errors import IncompleteUpdateError, ProbeError, WeightBridgeError, WorkerError
 from weightbridge.machine import messages as w
@@ -28,23 +29,6 @@ def receiver() -> Iterator[ReceiverAdapter]:
     )  # fmt: skip
     yield receiver
     receiver.close()
-
-
-class Clock:
-    """A steady clock that the test turns."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(standstill, "time", clock)
-    return clock
 
 
 def tick_on(seat: Seat, clock: Clock, seconds: float) -> None:

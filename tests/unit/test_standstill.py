@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.conftest import Clock
 from tests.unit.test_machine_session import Job
 from tests.unit.test_machine_session_faults import in_transfer, reports
 
-from weightbridge.coordinator import standstill
 from weightbridge.coordinator.line import Line
 from weightbridge.coordinator.standstill import STEP_SECONDS, Patience, Standstill
 from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
 from weightbridge.testing.ports import free_port
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(standstill, "time", clock)
-    return clock
 
 
 def test_only_what_a_step_takes_too_long_is_a_standstill(clock: Clock) -> None:

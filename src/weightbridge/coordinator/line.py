@@ -6,6 +6,7 @@ import time
 
 from weightbridge.coordinator.wire import WorkerSocket
 from weightbridge.machine import messages as w
+from weightbridge.machine.signs_of_life import later_by
 
 __all__ = ["GONE_SECONDS", "Line"]
 
@@ -52,10 +53,10 @@ class Line:
 
     def stood_still(self, seconds: float, now: float) -> None:
         """Its owner has not run for so long, up to now, and could hear nothing."""
-        self.begun = min(self.begun + seconds, now)
-        self.last_heard = min(self.last_heard + seconds, now)
+        self.begun = later_by(seconds, self.begun, now)
+        self.last_heard = later_by(seconds, self.last_heard, now)
         if self._down_since is not None:
-            self._down_since = min(self._down_since + seconds, now)
+            self._down_since = later_by(seconds, self._down_since, now)
 
     def gone_seconds(self, now: float, silence_seconds: float) -> float:
         """Since when there is no connection, if that is long enough to take the hub for dead; else 0. To be asked often.

@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from weightbridge.kernels.base import Ticket
+from weightbridge.kernels.base import LOOK_SECONDS, Ticket
 
 __all__ = ["KernelLane", "LaneDone", "LaneFailed"]
-
-_LOOK_SECONDS = 50e-6  # between two looks at the ticket of a kernel that runs
 
 
 class LaneDone(NamedTuple):
@@ -68,7 +66,7 @@ class KernelLane:
                 launched.popleft()
                 continue
             try:
-                work = self._work.get(timeout=_LOOK_SECONDS if launched else None)
+                work = self._work.get(timeout=LOOK_SECONDS if launched else None)
             except queue.Empty:
                 continue
             if work is None:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from weightbridge.errors import UsageError
 
-__all__ = ["Buffer", "DoneTicket", "Kernels", "Ticket"]
+__all__ = ["LOOK_SECONDS", "Buffer", "DoneTicket", "Kernels", "Ticket"]
 
-_LOOK_SECONDS = 50e-6  # between two looks at a ticket
+LOOK_SECONDS = 50e-6  # between two looks at a ticket
 
 
 class Buffer(NamedTuple):
@@ -41,7 +41,7 @@ class Ticket(ABC):
         while not self.done():
             if time.monotonic() >= give_up:
                 return False
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         return True
 
 

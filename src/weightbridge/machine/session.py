@@ -43,7 +43,7 @@ from weightbridge.machine.session_words import (
     SessionTimeouts,
     Tick,
 )
-from weightbridge.machine.signs_of_life import SignsOfLife
+from weightbridge.machine.signs_of_life import SignsOfLife, later_by
 from weightbridge.machine.status import OBSERVER
 from weightbridge.machine.update import Update
 
@@ -702,12 +702,12 @@ class SessionMachine:
     def _stood_still(self, seconds: float, now: float) -> None:
         """No deadline has run meanwhile."""
         self._signs.stood_still(seconds, now)
-        self.since = min(self.since + seconds, now)
-        self._send_since = min(self._send_since + seconds, now)
+        self.since = later_by(seconds, self.since, now)
+        self._send_since = later_by(seconds, self._send_since, now)
         for side in self.roster.sides.values():
-            side.since = min(side.since + seconds, now)
+            side.since = later_by(seconds, side.since, now)
         for name, at in self.onlookers.items():
-            self.onlookers[name] = at if at < 0 else min(at + seconds, now)
+            self.onlookers[name] = at if at < 0 else later_by(seconds, at, now)
 
     def _late_phase(self, now: float) -> None:
         waited, limit = now - self.since, self._timeouts.connect

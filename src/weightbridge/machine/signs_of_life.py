@@ -6,7 +6,12 @@ from collections.abc import Iterable
 
 from weightbridge.machine.session_words import HUB_WORKER, SessionTimeouts
 
-__all__ = ["SignsOfLife"]
+__all__ = ["SignsOfLife", "later_by"]
+
+
+def later_by(seconds: float, at: float, now: float) -> float:
+    """A moment since when something is counted, moved on by a standstill that has ended now; never beyond now."""
+    return min(at + seconds, now)
 
 
 class SignsOfLife:
@@ -44,7 +49,7 @@ class SignsOfLife:
         """Nobody has listened for so long, up to now."""
         for since in (self._last_seen, self._doubted):
             for worker, at in since.items():
-                since[worker] = min(at + seconds, now)
+                since[worker] = later_by(seconds, at, now)
         if seconds > self._timeouts.heartbeat - self._timeouts.suspect:
             # What was said to the hub meanwhile is heard at once; only a word of later shows that its speaker goes on.
             self._stood_still, self._came_through = seconds, now + self._timeouts.suspect / 2

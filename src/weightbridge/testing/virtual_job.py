@@ -24,6 +24,7 @@ from weightbridge.machine import messages as w
 from weightbridge.machine import session as s
 from weightbridge.machine import worker as m
 from weightbridge.machine.agreement_words import for_member, of_member
+from weightbridge.machine.signs_of_life import later_by
 
 __all__ = ["FAULTS", "PHASES", "Fault", "Outcome", "VirtualJob", "Wrong"]
 
@@ -138,7 +139,7 @@ class _Worker:
             return
         self.job.to_hub(self, w.Heartbeat())
         stood_still, self.beat_at = max(0.0, self.job.now - self.beat_at - _HEARTBEAT), self.job.now
-        self.last_heard = min(self.last_heard + stood_still, self.job.now)
+        self.last_heard = later_by(stood_still, self.last_heard, self.job.now)
         if self.job.now - self.last_heard > _HEARTBEAT_TIMEOUT:
             self.lose_hub(f"gave no sign of life for {_HEARTBEAT_TIMEOUT} s")
         else:
